@@ -1,0 +1,1 @@
+"""The decode worker: receives blocks, runs paged attention with continuous batching, streams tokens."""

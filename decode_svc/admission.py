@@ -1,0 +1,135 @@
+"""Decode admission: which shipments may begin, and when a shipped sequence joins the batch. Plain state machine.
+
+    register ──► offer ──► (waits) ──► granted ──► commit ──► in the batch
+        └────────────────── unregister, at any point, frees everything once
+
+A grant is one step, all or nothing: look up the prompt's blocks, pin the hits, reserve the rest and the room for the
+next token. Nothing is held while a grant waits, so nothing can wait in a circle. Grants go by tier, then arrival; a
+preempted sequence goes before any grant. Runs on the engine's thread, between two steps (`EngineLoop.submit`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.core import EngineCore
+from engine.outputs import GrantMade, Output, SequenceCommitted
+from engine.sequence import Sequence, SequenceStatus
+from engine.waiting_queue import Admission, WaitingQueue
+from kvferry.errors import FailedPrecondition, NotFound
+from kvtransfer.transport import CommitOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Room is reserved.
+
+    Attributes:
+        block_ids: the sequence's blocks, one an index; those not wanted hold their contents already.
+        wanted: indices of the blocks that must be shipped, ascending.
+    """
+
+    block_ids: tuple[int, ...]
+    wanted: tuple[int, ...]
+
+
+class DecodeAdmission:
+    """Registrations, waiting grants and reservations of one decode worker."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._waiting = WaitingQueue()
+        self._committed: set[str] = set()
+        self._new_commits: list[Output] = []  # at most one an attempt, told at the next step
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def register(self, sequence: Sequence) -> None:
+        """Takes an attempt into the books; it holds no blocks yet. Raises like `EngineCore.add`."""
+        self._core.register(sequence)
+
+    def unregister(self, seq_id: str) -> None:
+        """Ends an attempt in whatever state it is; an unknown id does nothing."""
+        sequence = self._core.remove(seq_id)
+        if sequence is not None:
+            self._waiting.remove(sequence)
+        self._committed.discard(seq_id)
+
+    def offer(self, seq_id: str, block_hashes: list[bytes], num_tokens: int) -> bool:
+        """Queues a grant for the attempt; False when it is committed already and needs none.
+
+        Raises:
+            NotFound: the attempt is not registered (any more).
+            FailedPrecondition: the offer is not of this sequence, or another one for it is under way.
+        """
+        if seq_id in self._committed:
+            return False
+        sequence = self._sequence(seq_id)
+        if sequence.block_table or sequence in self._waiting:
+            raise FailedPrecondition(f"attempt {seq_id} is being shipped already")
+        block_size = self._core.layout.block_size
+        if num_tokens != sequence.num_tokens:
+            raise FailedPrecondition(f"num_tokens: {num_tokens} offered, {sequence.num_tokens} registered")
+        if block_hashes != sequence.block_hashes(num_tokens // block_size, block_size):
+            raise FailedPrecondition("block_hashes: not those of the registered sequence")
+        self._waiting.push(sequence)
+        return True
+
+    def _sequence(self, seq_id: str) -> Sequence:
+        sequence = self._core.sequences.get(seq_id)
+        if sequence is None:
+            raise NotFound(f"attempt {seq_id} is not registered with this worker")
+        return sequence
+
+    def poll(self) -> list[Output]:
+        """Tells of commits, and makes the grants that fit now; called before every step."""
+        commits, self._new_commits = self._new_commits, []
+        return [*commits, *self._make_grants()]
+
+    def _make_grants(self) -> list[Output]:
+        if not len(self._waiting) or self._core.scheduler.has_preempted:
+            return []
+
+        def try_grant(sequence: Sequence) -> Admission:
+            return Admission.TAKEN if self._core.reserve(sequence) else Admission.NO_ROOM
+
+        return [GrantMade(sequence.seq_id, self._wanted(sequence)) for sequence in self._waiting.admit(try_grant)]
+
+    def _wanted(self, sequence: Sequence) -> tuple[int, ...]:
+        block_size = self._core.layout.block_size
+        first = (sequence.num_cached_tokens or 0) // block_size
+        return tuple(range(first, self._core.block_manager.num_blocks_for(sequence.num_tokens)))
+
+    def reservation(self, seq_id: str) -> Reservation:
+        """The reservation made for an attempt; raises NotFound when there is none."""
+        sequence = self._sequence(seq_id)
+        if sequence.status is not SequenceStatus.RESERVED:
+            raise NotFound(f"attempt {seq_id} has no reservation")
+        return Reservation(tuple(sequence.block_table), self._wanted(sequence))
+
+    def withdraw(self, seq_id: str, num_arrived_tokens: int) -> None:
+        """The shipment ended without a commit: frees what it held. Tokens of leading verified blocks stay cached."""
+        sequence = self._core.sequences.get(seq_id)
+        if sequence is None or seq_id in self._committed:
+            return
+        self._waiting.remove(sequence)
+        if sequence.status is SequenceStatus.RESERVED:
+            self._core.release_reservation(sequence, num_arrived_tokens)
+
+    def commit(self, seq_id: str, first_token_ids: list[int]) -> CommitOutcome:
+        """Everything arrived: the sequence joins the batch, with the tokens the sender sampled.
+
+        Raises:
+            NotFound: the attempt or its reservation is gone.
+        """
+        if seq_id in self._committed:
+            return CommitOutcome.ALREADY_COMMITTED
+        sequence = self._sequence(seq_id)
+        if sequence.status is not SequenceStatus.RESERVED:
+            raise NotFound(f"attempt {seq_id} has no reservation")
+        self._committed.add(seq_id)
+        self._core.adopt(sequence, first_token_ids)
+        self._new_commits.append(SequenceCommitted(seq_id, sequence.num_cached_tokens or 0))
+        return CommitOutcome.COMMITTED

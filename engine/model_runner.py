@@ -1,0 +1,50 @@
+"""The runner for transformers models: one flattened forward over the paged KV cache, then sampling.
+
+A step goes: slices → `PagedBatch` (tensors) → model forward, whose attention writes and reads the pool → logits of the
+rows that sample → `sample_rows`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from engine.forward_batch import Sampled, SequenceSlice
+from engine.kv_cache import PagedKvCache
+from engine.loader import load_model
+from engine.paged_attention import build_paged_batch
+from engine.runner import RunnerConfig
+from engine.sampler import sample_rows
+
+
+class ModelRunner:
+    """A `Runner` (`engine/runner.py`). Sets the number of torch threads of the process."""
+
+    def __init__(self, folder: Path, config: RunnerConfig) -> None:
+        torch.set_num_threads(config.num_threads)
+        self._loaded = load_model(
+            folder, dtype=config.dtype, block_size=config.block_size, max_context=config.max_context
+        )
+        self.layout = self._loaded.layout
+        self.max_context = self._loaded.max_context
+        self.vocab_size = self._loaded.vocab_size
+        self.num_blocks = config.num_blocks
+        self._cache = PagedKvCache(self.layout, config.num_blocks, config.device)
+
+    def run(self, slices: list[SequenceSlice]) -> list[Sampled | None]:
+        """Compute one step: one entry a slice, None where the slice asked for no token."""
+        if not slices:
+            return []
+        batch = build_paged_batch(slices, self.layout.block_size, self._cache.tensor)
+        sampling = [index for index, part in enumerate(slices) if part.sample is not None]
+        rows = batch.cu_seqlens_q[1:][sampling] - 1  # the last row of each slice that samples
+        logits = self._loaded.logits(batch, rows)  # [len(sampling), vocab_size]
+        sampled = iter(sample_rows(logits, [part.sample for part in slices if part.sample is not None]))
+        return [None if part.sample is None else next(sampled) for part in slices]
+
+    def block_view(self, block_id: int) -> memoryview:
+        return self._cache.block_view(block_id)
+
+    def copy_partial(self, block_id: int, num_tokens: int) -> bytes:
+        return self._cache.copy_partial(block_id, num_tokens)

@@ -1,0 +1,110 @@
+"""From logits to tokens: one row a sequence, and no row can feel its neighbours.
+
+Greedy rows take the largest logit, the lowest id where several are equal. Other rows add Gumbel noise to their logits
+and take the largest sum. The noise comes from a counter-based generator keyed by (seed, choice, position), so a resumed
+request draws the same noise anywhere. Order of the filters: min_tokens, temperature, top_k, top_p, min_p.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.forward_batch import Sampled, SampleRequest
+
+Floats = npt.NDArray[np.float64]
+DROPPED = -np.inf
+
+
+def sample_rows(logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sampled]:
+    """Sample one token a row.
+
+    Args:
+        logits: `[len(requests), vocab_size]` float32; not changed.
+        requests: how to sample each row.
+
+    Returns:
+        One entry a row; a row with a logit that is not finite has an error and no token.
+    """
+    assert logits.dtype == torch.float32
+    assert len(logits) == len(requests)
+    finite = torch.isfinite(logits).all(dim=1).tolist()
+    largest = logits.argmax(dim=1).tolist()  # the first of equal ones, so the lowest id
+    sampled = []
+    for row, request in enumerate(requests):
+        banned = _banned_token_ids(request, logits.shape[1])
+        if not finite[row]:
+            sampled.append(Sampled(None, f"non-finite logits at position {request.position}"))
+        elif len(banned) == logits.shape[1]:
+            sampled.append(Sampled(None, f"min_tokens bans every token at position {request.position}"))
+        elif request.sampling.is_greedy and not banned:
+            sampled.append(Sampled(largest[row]))
+        else:
+            sampled.append(Sampled(_sample_row(logits[row].double().numpy(), banned, request)))
+    return sampled
+
+
+def gumbel_noise(seed: int, choice: int, position: int, vocab_size: int) -> Floats:
+    """The noise of one token: standard Gumbel values, `[vocab_size]`.
+
+    Made from the generator's raw output, which NumPy keeps stable between versions.
+    """
+    generator = np.random.Philox(
+        key=np.array([seed, choice], dtype=np.uint64),
+        counter=np.array([0, 0, position, 0], dtype=np.uint64),  # the first word counts within the token
+    )
+    uniform = ((generator.random_raw(vocab_size) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # in (0, 1)
+    noise: Floats = -np.log(-np.log(uniform))
+    return noise
+
+
+def _banned_token_ids(request: SampleRequest, vocab_size: int) -> list[int]:
+    """Ending tokens that may not come yet."""
+    if request.num_output_tokens >= request.sampling.min_tokens:
+        return []
+    return [token_id for token_id in request.sampling.ending_token_ids if 0 <= token_id < vocab_size]
+
+
+def _sample_row(row: Floats, banned: list[int], request: SampleRequest) -> int:
+    """`row` is a copy of our own, `[vocab_size]`."""
+    sampling = request.sampling
+    row[banned] = DROPPED
+    if sampling.is_greedy:
+        return int(row.argmax())
+    row = (row - row.max()) / sampling.temperature  # the largest is 0
+    if 0 < sampling.top_k < len(row):
+        _keep_top_k(row, sampling.top_k)
+    if sampling.top_p < 1.0:
+        _keep_top_p(row, sampling.top_p)
+    if sampling.min_p > 0.0:
+        row[row < math.log(sampling.min_p)] = DROPPED
+    return int((row + gumbel_noise(sampling.seed, request.choice, request.position, len(row))).argmax())
+
+
+def _keep_top_k(row: Floats, top_k: int) -> None:
+    """Keep `top_k` values; of equal ones at the border those with the lowest ids."""
+    smallest_kept = np.partition(row, len(row) - top_k)[len(row) - top_k]
+    border = np.flatnonzero(row == smallest_kept)
+    num_above = int((row > smallest_kept).sum())
+    row[row < smallest_kept] = DROPPED
+    row[border[top_k - num_above :]] = DROPPED
+
+
+def _keep_top_p(row: Floats, top_p: float) -> None:
+    """Keep the smallest set of most likely tokens whose probability reaches `top_p`, one at least."""
+    probabilities = np.exp(row)
+    probabilities /= probabilities.sum()
+    # Tokens this unlikely have less than 1 - top_p together, so they are out; sorting the few others is much quicker.
+    candidates = np.flatnonzero(probabilities >= max(0.0, 1.0 - top_p) / len(row))
+    ordered = candidates[np.argsort(-row[candidates], kind="stable")]
+    before = np.concatenate(([0.0], np.cumsum(probabilities[ordered])[:-1]))
+    kept = ordered[before < top_p]
+    kept = kept if len(kept) else ordered[:1]
+    values = row[kept]
+    row[:] = DROPPED
+    row[kept] = values

@@ -1,0 +1,23 @@
+"""From what a worker is told about a sequence to the sequence."""
+
+from __future__ import annotations
+
+from engine.core import EngineCore
+from engine.sequence import Priority, Sequence
+from kvferry.wire import SequenceSpec
+
+
+def sequence_from_spec(
+    spec: SequenceSpec, core: EngineCore, *, arrival: int, hold_after_prefill: bool = False
+) -> Sequence:
+    """A sequence for `core`; `arrival` orders sequences of one tier and deadline."""
+    return Sequence(
+        spec.id.seq_id,
+        spec.token_ids,
+        spec.sampling,
+        num_prompt_tokens=spec.num_prompt_tokens,
+        priority=Priority(tier_rank=spec.tier_rank, deadline_unix_ms=spec.deadline_unix_ms, arrival=arrival),
+        hash_root=core.hash_root(adapter=spec.adapter, cache_salt=spec.cache_salt),
+        hold_after_prefill=hold_after_prefill,
+        use_prefix_cache=not spec.bypass_prefix_cache,
+    )

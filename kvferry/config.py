@@ -1,0 +1,341 @@
+"""Configuration of every process: one frozen tree, from flags, environment, a TOML file and defaults, in that order.
+
+`load_config` is the only reader of the environment in the whole project. Unknown keys are refused by name, whatever
+source they come from. `to_toml` prints the effective values; a child process gets exactly that as its `--config`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from kvferry.errors import InvalidArgument, NotFound
+from kvferry.host import memory_limit_bytes
+from kvferry.tomlout import toml_document
+
+ENV_PREFIX = "KVFERRY_"
+DEFAULT_FILE = Path("kvferry.toml")
+DEFAULT_MODEL = "smollm2-135m-instruct"
+POOL_SHARE = 8
+"""A pool takes one part in eight of memory by default: two workers and two copies of a small model fit beside it."""
+MAX_DEFAULT_POOL_BYTES = 2 << 30
+MIN_DEFAULT_POOL_BYTES = 64 << 20
+
+_Section = TypeVar("_Section", bound=BaseModel)
+
+
+def _split_commas(value: object) -> object:
+    """Lists may be written `a,b` where the source is a string (environment, flags)."""
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+Addresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class ModelConfig(_Frozen):
+    """Which model, in which precision, and where prepared models lie."""
+
+    name: str = DEFAULT_MODEL
+    """Name of a known model, or path of a folder or .gguf file."""
+    path: str | None = None
+    """Prepared folder; set by `kvferry` for its child processes, otherwise found from `name`."""
+    served_name: str | None = None
+    """Name clients use; the last part of `name` when unset."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    cache_dir: Path = Path("~/.cache/kvferry")
+
+    @property
+    def public_name(self) -> str:
+        return self.served_name or Path(self.name).stem
+
+    @property
+    def cache_path(self) -> Path:
+        return self.cache_dir.expanduser()
+
+
+class RouterConfig(_Frozen):
+    """Addresses and limits of the router."""
+
+    grpc_listen: str = "127.0.0.1:50051"
+    http_listen: str = "127.0.0.1:8000"
+    prefill: Addresses = ()
+    """host:port of every prefill worker."""
+    decode: Addresses = ()
+    """host:port of every decode worker."""
+    max_request_bytes: int = Field(default=4 << 20, ge=1024, le=1 << 30)
+    """Largest request message; larger ones are refused before any work."""
+    max_queue: int = Field(default=1024, ge=1)
+    """Requests in flight and waiting; each may hold a full prompt in memory, so the number is bounded."""
+    max_attempts: int = Field(default=3, ge=1, le=10)
+    """Tries of one request without progress."""
+    retry_budget: float = Field(default=0.1, ge=0.0, le=1.0)
+    """Retries without progress as a share of requests."""
+    max_choices: int = Field(default=16, ge=1)
+    """Largest `n` of one request."""
+
+
+class EngineConfig(_Frozen):
+    """One engine: its pool, its batch and its threads."""
+
+    block_size: int = Field(default=16, ge=1, le=256)
+    """Tokens of a block; all workers of a cluster agree."""
+    num_blocks: int | None = Field(default=None, ge=2)
+    """Blocks of the pool; wins over `kv_memory_bytes`."""
+    kv_memory_bytes: int | None = Field(default=None, ge=1 << 16)
+    """Memory of the pool; a part of the machine's or container's memory when unset."""
+    max_batched_tokens: int = Field(default=512, ge=1)
+    """Token budget of a step."""
+    max_running: int = Field(default=64, ge=1)
+    """Sequences in the running batch."""
+    max_context: int | None = Field(default=None, ge=2)
+    """Prompt and output tokens of one sequence; the model's own limit when unset."""
+    watermark: float = Field(default=0.01, ge=0.0, lt=1.0)
+    """Share of the blocks kept free on admission so that running sequences can grow."""
+    prefix_caching: bool = True
+    num_threads: int | None = Field(default=None, ge=1)
+    """Threads of one engine; `kvferry up` divides the cores among its engines when unset."""
+
+    def pool_bytes(self, memory_bytes: int | None = None) -> int:
+        """Memory for the pool when `num_blocks` is unset; `memory_bytes` stands in for the machine's."""
+        if self.kv_memory_bytes is not None:
+            return self.kv_memory_bytes
+        share = (memory_limit_bytes() if memory_bytes is None else memory_bytes) // POOL_SHARE
+        return max(MIN_DEFAULT_POOL_BYTES, min(MAX_DEFAULT_POOL_BYTES, share))
+
+    def pool_blocks(self, block_bytes: int) -> int:
+        """Number of blocks of `block_bytes` each; raises InvalidArgument when fewer than two fit."""
+        if self.num_blocks is not None:
+            return self.num_blocks
+        num_blocks = self.pool_bytes() // block_bytes
+        if num_blocks < 2:
+            raise InvalidArgument(
+                "engine.kv_memory_bytes",
+                f"{self.pool_bytes()} bytes hold {num_blocks} blocks of {block_bytes} bytes; at least 2 are needed",
+            )
+        return num_blocks
+
+
+class TransferConfig(_Frozen):
+    """Shipping of blocks and liveness of internal streams."""
+
+    progress_timeout_s: float = Field(default=10.0, gt=0.0)
+    """Silence after which a peer counts as dead; heartbeats come three times as often."""
+    max_frame_bytes: int = Field(default=1 << 20, ge=4096, le=16 << 20)
+    """Largest block frame; larger ones block the event loop while they are serialised."""
+    max_frames_in_flight: int = Field(default=8, ge=1)
+    """Frames handed to gRPC and not yet written, for one shipment; bounds the copies in memory."""
+
+    @property
+    def heartbeat_interval_s(self) -> float:
+        return self.progress_timeout_s / 3
+
+
+class TierConfig(_Frozen):
+    """One latency tier."""
+
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[a-z0-9][a-z0-9_-]*$")
+    rank: int = Field(ge=0)
+    """Lower goes first."""
+    default: bool = False
+    """The tier of a request that names none."""
+    ttft_target_s: float | None = Field(default=None, gt=0.0)
+    tpot_target_s: float | None = Field(default=None, gt=0.0)
+
+
+class TelemetryConfig(_Frozen):
+    """Traces, metrics, logs."""
+
+    otlp_endpoint: str | None = None
+    """host:port or http://host:port of an OTLP/gRPC collector; no spans are exported when unset."""
+    service_namespace: str = "kvferry"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["auto", "json", "logfmt"] = "auto"
+    """`auto`: logfmt on a terminal, else JSON."""
+    max_queued_spans: int = Field(default=4096, ge=1)
+    """Spans waiting for the exporter; more are dropped and counted, so a dead collector costs bounded memory."""
+
+
+class ShutdownConfig(_Frozen):
+    """How a process ends."""
+
+    grace_s: float = Field(default=30.0, ge=0.0)
+    """Time running requests get after SIGTERM."""
+
+
+DEFAULT_TIERS = (
+    TierConfig(name="interactive", rank=0),
+    TierConfig(name="standard", rank=1, default=True),
+    TierConfig(name="batch", rank=2),
+)
+
+
+class Config(BaseSettings):
+    """The whole effective configuration. Built from its arguments alone; `load_config` reads the other sources."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        env_ignore_empty=True,
+        protected_namespaces=(),
+    )
+
+    model: ModelConfig = ModelConfig()
+    router: RouterConfig = RouterConfig()
+    engine: EngineConfig = EngineConfig()
+    transfer: TransferConfig = TransferConfig()
+    tiers: tuple[TierConfig, ...] = DEFAULT_TIERS
+    telemetry: TelemetryConfig = TelemetryConfig()
+    shutdown: ShutdownConfig = ShutdownConfig()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only constructor arguments, so that a Config made in code never depends on where it runs."""
+        return (init_settings,)
+
+    @model_validator(mode="after")
+    def _tiers_are_consistent(self) -> Config:
+        names = [tier.name for tier in self.tiers]
+        if len(set(names)) != len(names):
+            raise ValueError(f"tiers: names must differ, got {', '.join(names)}")
+        if sum(tier.default for tier in self.tiers) != 1:
+            raise ValueError("tiers: exactly one must have default = true")
+        return self
+
+    @property
+    def default_tier(self) -> TierConfig:
+        return next(tier for tier in self.tiers if tier.default)
+
+    def tier(self, name: str) -> TierConfig:
+        """The tier called `name`, the default one for an empty name; NotFound names the known ones."""
+        for tier in self.tiers:
+            if tier.name == name or (not name and tier.default):
+                return tier
+        known = ", ".join(tier.name for tier in self.tiers)
+        raise NotFound(f"tier: there is no tier {name!r}; known tiers: {known}", field="tier")
+
+    def replace(self, section: str, **changes: object) -> Config:
+        """A copy with some values of one section changed and validated."""
+        values = self.model_dump()
+        values[section] = {**values[section], **changes}
+        return _validated(values)
+
+
+def load_config(path: Path | None = None, overrides: Mapping[str, Mapping[str, object]] | None = None) -> Config:
+    """The effective configuration; precedence: `overrides` (flags), environment, TOML file, defaults.
+
+    `path` must exist when given; otherwise ./kvferry.toml is read if it is there. `overrides` maps section to key to
+    value; None values count as not given. Raises InvalidArgument naming the key and the limit.
+    """
+    flags = {
+        section: {key: value for key, value in values.items() if value is not None}
+        for section, values in (overrides or {}).items()
+    }
+    environment = EnvSettingsSource(Config)
+    _refuse_unknown_variables(os.environ)
+    try:
+        from_environment = environment()
+    except ValueError as error:
+        raise InvalidArgument("environment", f"cannot read the {ENV_PREFIX}… variables: {error}") from error
+    return _validated(_merged(_read_toml(path), from_environment, flags))
+
+
+def child_environment(num_threads: int) -> dict[str, str]:
+    """Environment of a worker process: ours without KVFERRY_ variables (its file has them), with bounded thread pools.
+
+    Waiting threads sleep instead of spinning; two spinning pools on the same cores slow each other tenfold.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
+    return {**kept, "OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
+
+
+def to_toml(config: Config) -> str:
+    """The effective values as TOML; `load_config` of it gives an equal Config. Unset values are comments."""
+    return toml_document(config.model_dump(mode="json"))
+
+
+def _read_toml(path: Path | None) -> dict[str, Any]:
+    if path is None and not DEFAULT_FILE.is_file():
+        return {}
+    file = path or DEFAULT_FILE
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidArgument("--config", f"cannot read {file}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidArgument("--config", f"{file} is not valid TOML: {error}") from error
+
+
+def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Later layers win, key by key, down through tables."""
+    result: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            below = result.get(key)
+            both = isinstance(below, Mapping) and isinstance(value, Mapping)
+            result[key] = _merged(below, value) if isinstance(below, Mapping) and both else value
+    return result
+
+
+def _validated(values: Mapping[str, Any]) -> Config:
+    try:
+        return Config(**values)
+    except ValidationError as error:
+        raise _explain(error) from error
+
+
+def _explain(error: ValidationError) -> InvalidArgument:
+    """The first fault, unknown keys before others, as key and reason."""
+    faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
+    fault = faults[0]
+    location = [str(part) for part in fault["loc"]]
+    key = ".".join(location) or "configuration"
+    if fault["type"] == "extra_forbidden":
+        return InvalidArgument(key, f"unknown key{_nearest(key, _known_keys())}")
+    reason = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    shown = "" if isinstance(fault["input"], Mapping) else f", got {fault['input']!r}"
+    return InvalidArgument(key, f"{reason}{shown}")
+
+
+def _known_keys() -> list[str]:
+    """Every key as `section.key`."""
+    keys: list[str] = []
+    for section, field in Config.model_fields.items():
+        annotation = field.annotation
+        inner = TierConfig if section == "tiers" else annotation
+        keys.append(section)
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            keys.extend(f"{section}.{key}" for key in inner.model_fields)
+    return keys
+
+
+def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
+    """pydantic ignores variables that match no section; a mistyped one must not pass silently."""
+    known = {ENV_PREFIX + key.replace(".", "__").upper() for key in _known_keys()}
+    for name in environment:
+        if name.upper().startswith(ENV_PREFIX) and name.upper() not in known:
+            raise InvalidArgument(name, f"unknown environment variable{_nearest(name.upper(), sorted(known))}")
+
+
+def _nearest(key: str, known: Sequence[str]) -> str:
+    matches = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"; the nearest known one is {matches[0]}" if matches else ""

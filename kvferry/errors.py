@@ -1,0 +1,122 @@
+"""The error tree of kvferry and its one table to gRPC status codes.
+
+    KvferryError
+    ├── InvalidArgument       the caller's fault; names the field and the limit
+    │   └── UnsupportedField  a field this version does not support (UNIMPLEMENTED), never ignored
+    ├── NotFound              unknown model, adapter, request
+    ├── FailedPrecondition    layout, model or version mismatch between processes
+    ├── ResourceExhausted     no room now (or never, then `retry_after_s` is None)
+    ├── Unavailable           a peer is gone or not there yet
+    ├── DeadlineExceeded      the deadline passed, also while waiting in a queue
+    ├── Cancelled             the caller went away
+    ├── DataLoss              a block's digest stayed wrong after a repeat
+    └── Internal              our own fault
+
+Code raises these; the interceptors of `kvferry/rpc.py` turn them into a status with google.rpc details and back.
+"""
+
+from __future__ import annotations
+
+import grpc
+
+
+class KvferryError(Exception):
+    """Root of all errors that may cross a process border."""
+
+    status: grpc.StatusCode = grpc.StatusCode.INTERNAL
+    reason: str = "INTERNAL"  # ErrorInfo.reason, UPPER_SNAKE_CASE
+
+    def __init__(self, message: str, *, field: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field  # path of the offending request field, for BadRequest details
+        self.retry_after_s = retry_after_s  # for RetryInfo details; None: do not retry
+
+
+class InvalidArgument(KvferryError):
+    """The request can never be served as it is; `field` says what to change."""
+
+    status = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "INVALID_ARGUMENT"
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}", field=field)
+
+
+class UnsupportedField(InvalidArgument):
+    """A field of the public request that this version does not support; refused by name."""
+
+    status = grpc.StatusCode.UNIMPLEMENTED
+    reason = "UNSUPPORTED_FIELD"
+
+    def __init__(self, field: str, message: str = "not supported by this version; leave it unset") -> None:
+        super().__init__(field, message)
+
+
+class NotFound(KvferryError):
+    """An unknown model, adapter or request."""
+
+    status = grpc.StatusCode.NOT_FOUND
+    reason = "NOT_FOUND"
+
+
+class FailedPrecondition(KvferryError):
+    """Two processes do not fit together, or a folder does not hold what it must."""
+
+    status = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "FAILED_PRECONDITION"
+
+
+class ResourceExhausted(KvferryError):
+    """No room: now (`retry_after_s` given) or ever (None)."""
+
+    status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "RESOURCE_EXHAUSTED"
+
+
+class Unavailable(KvferryError):
+    """A peer is gone, stalled, or not there yet."""
+
+    status = grpc.StatusCode.UNAVAILABLE
+    reason = "UNAVAILABLE"
+
+
+class DeadlineExceeded(KvferryError):
+    """The request's deadline passed."""
+
+    status = grpc.StatusCode.DEADLINE_EXCEEDED
+    reason = "DEADLINE_EXCEEDED"
+
+
+class Cancelled(KvferryError):
+    """The caller went away or aborted the request."""
+
+    status = grpc.StatusCode.CANCELLED
+    reason = "CANCELLED"
+
+
+class DataLoss(KvferryError):
+    """Block contents stayed different from their digest after a repeat."""
+
+    status = grpc.StatusCode.DATA_LOSS
+    reason = "BLOCK_DIGEST_MISMATCH"
+
+
+class Internal(KvferryError):
+    """A fault of ours; the message says what was being done."""
+
+
+ERRORS_BY_STATUS: dict[grpc.StatusCode, type[KvferryError]] = {
+    error.status: error
+    for error in (
+        NotFound,
+        FailedPrecondition,
+        ResourceExhausted,
+        Unavailable,
+        DeadlineExceeded,
+        Cancelled,
+        DataLoss,
+        Internal,
+    )
+}
+"""For callers: which class a status of a peer becomes. INVALID_ARGUMENT and UNIMPLEMENTED need a field, see `rpc.py`."""

@@ -1,0 +1,42 @@
+"""What two workers must agree on before a block may travel between them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+KV_WIRE_VERSION = 1
+"""Version of the bytes of a block on the wire; independent of the package's version."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """Shape and meaning of one block: `[num_layers, 2, num_kv_heads, block_size, head_dim]`, contiguous, of `dtype`."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    model_fingerprint: str
+    wire_version: int = KV_WIRE_VERSION
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        return self.bytes_per_token * self.block_size
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens fill, the last one perhaps in part."""
+        return -(-num_tokens // self.block_size)
+
+    def differences(self, other: KvLayout) -> tuple[str, ...]:
+        """One line for each value that differs, naming both: `block_size: 16 here, 32 there`."""
+        names = [field.name for field in dataclasses.fields(self)]
+        pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
+        return tuple(f"{name}: {here} here, {there} there" for name, here, there in pairs if here != there)

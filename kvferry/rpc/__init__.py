@@ -1,0 +1,15 @@
+"""gRPC bootstrap of every process: servers, channels, liveness, and errors as statuses and back.
+
+A server: `RpcServer(...)`, add servicers to its `.grpc`, `await start(listen, names)`, at the end `await drain(...)`.
+A caller: `RpcChannel(target, ...)` and its `unary`, `stream`, `duplex`, each in an `async with`.
+Above keepalive, which C-core answers even while the peer's Python hangs, internal streams have a progress deadline:
+`HeartbeatWriter` at one end, `read_with_progress_deadline` at the other.
+"""
+
+from kvferry.rpc.channel import RpcChannel
+from kvferry.rpc.liveness import HeartbeatWriter, read_with_progress_deadline
+from kvferry.rpc.loop import run
+from kvferry.rpc.server import RpcServer
+from kvferry.rpc.status import error_from_rpc
+
+__all__ = ["HeartbeatWriter", "RpcChannel", "RpcServer", "error_from_rpc", "read_with_progress_deadline", "run"]

@@ -1,0 +1,224 @@
+"""Servers: health, reflection, tracing, error mapping and draining around the servicers of a process.
+
+Handlers are coroutines that write with `context.write` (an async generator gets GeneratorExit instead of
+CancelledError in some cancels). One interceptor around them continues the caller's trace, makes the span current in the
+handler's own task, and turns errors into a status with google.rpc details.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+from opentelemetry.context import Context, attach
+from opentelemetry.trace import NoOpTracer, Span, SpanKind, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from kvferry.errors import Cancelled, FailedPrecondition, Internal, KvferryError, Unavailable
+from kvferry.rpc.options import DEFAULT_MAX_MESSAGE_BYTES, server_options
+from kvferry.rpc.status import status_details
+from kvferry.telemetry import Attributes, mark_error
+
+if TYPE_CHECKING:  # subscripted at type-check time only; at run time the class is not generic
+    from grpc.aio import ServicerContext
+
+_T = TypeVar("_T")
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+
+logger = logging.getLogger(__name__)
+
+STATUS_GRACE_S = 1.0
+"""How long ended handlers have to get their status out before the transport closes."""
+
+PROPAGATOR = TraceContextTextMapPropagator()
+
+
+class RpcServer:
+    """A grpc.aio server with health, reflection, tracing, error mapping and draining. Create it inside the event loop.
+
+    `background_methods` (bare names, such as `Watch`) are streams that end only with the server; draining does not wait
+    for them.
+    """
+
+    def __init__(
+        self,
+        *,
+        tracer: Tracer | None = None,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        background_methods: frozenset[str] = frozenset(),
+    ) -> None:
+        self._calls = _CallsInFlight(background_methods)
+        interceptor = _ServerInterceptor(tracer or NoOpTracer(), self._calls)
+        self.grpc = grpc.aio.server(interceptors=[interceptor], options=server_options(max_message_bytes))
+        self._health = health_aio.HealthServicer()
+        self._services: tuple[str, ...] = ()
+
+    async def start(self, listen: str, services: Sequence[str], *, serving: bool = True) -> str:
+        """Listens on `listen` (host:port, port 0 for any) and returns the address bound.
+
+        `services` are the full names of the services added, for health and reflection. Raises FailedPrecondition naming
+        the address when it cannot be bound.
+        """
+        self._services = ("", *services)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        listed = (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(listed, self.grpc)
+        try:
+            address = _bind(self.grpc, listen)
+        except FailedPrecondition:
+            await self.grpc.stop(None)  # a server that is dropped unstopped complains when the loop is gone
+            raise
+        await self.set_serving(serving)
+        await self.grpc.start()
+        return address
+
+    async def set_serving(self, serving: bool) -> None:
+        """What the health service answers for the server and each of its services."""
+        state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in self._services:
+            await self._health.set(service, state)
+
+    async def drain(self, grace_s: float, hurry: asyncio.Event | None = None) -> None:
+        """Not serving at once; running calls get `grace_s` (less once `hurry` is set), then end with UNAVAILABLE.
+
+        New calls are still taken, because what runs may need them (a shipment belongs to a running decode); refusing
+        new work is the services' own affair.
+        """
+        await self.set_serving(False)
+        await self._calls.wait_idle(grace_s, hurry)
+        await self._calls.end_all(STATUS_GRACE_S)
+        await self.grpc.stop(STATUS_GRACE_S)
+
+
+def _bind(server: grpc.aio.Server, listen: str) -> str:
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdigit():
+        raise FailedPrecondition(f"listen address {listen!r} must be host:port", field="listen")
+    try:
+        bound = server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise FailedPrecondition(
+            f"cannot listen on {listen}: the port is in use or the address is not one of this machine", field="listen"
+        ) from error
+    return f"{host}:{bound}"
+
+
+class _CallsInFlight:
+    """Tasks of running handlers, so that a drain can wait for them and then end them with a status."""
+
+    def __init__(self, background_methods: frozenset[str]) -> None:
+        self._background = background_methods
+        self._foreground_tasks: set[asyncio.Task[Any]] = set()
+        self._background_tasks: set[asyncio.Task[Any]] = set()
+        self._changed = asyncio.Event()
+        self.ending = False
+
+    def add_current(self, method: str) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        name = method.rpartition("/")[2]
+        tasks = self._background_tasks if name in self._background else self._foreground_tasks
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        task.add_done_callback(lambda _: self._changed.set())
+
+    async def wait_idle(self, grace_s: float, hurry: asyncio.Event | None) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while self._foreground_tasks and not (hurry and hurry.is_set()):
+                    self._changed.clear()
+                    await _first_of(self._changed, hurry)
+
+    async def end_all(self, timeout_s: float) -> None:
+        """Cancels what runs; `ending` tells the interceptor to answer UNAVAILABLE instead of nothing."""
+        self.ending = True
+        tasks = self._foreground_tasks | self._background_tasks
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
+
+
+async def _first_of(*events: asyncio.Event | None) -> None:
+    waits = [asyncio.ensure_future(event.wait()) for event in events if event is not None]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+class _ServerInterceptor(grpc.aio.ServerInterceptor):
+    """Around every handler of ours: trace, error mapping, accounting. The health and reflection services pass by."""
+
+    def __init__(self, tracer: Tracer, calls: _CallsInFlight) -> None:
+        self._tracer = tracer
+        self._calls = calls
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[_Request, _Response] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:  # the library's stubs and its code disagree on whether this may be None
+        handler: Any = await continuation(handler_call_details)
+        if handler is None or handler_call_details.method.startswith("/grpc."):
+            return handler
+        kind = ("stream" if handler.request_streaming else "unary", "stream" if handler.response_streaming else "unary")
+        behavior = getattr(handler, "_".join(kind))
+        assert not inspect.isasyncgenfunction(behavior), "stream handlers are coroutines that use context.write"
+        wrapped = self._wrap(behavior, handler_call_details.method.lstrip("/"))
+        make = getattr(grpc, f"{'_'.join(kind)}_rpc_method_handler")
+        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+
+    def _wrap(self, behavior: Callable[[Any, Any], Awaitable[_T]], method: str) -> Callable[[Any, Any], Awaitable[_T]]:
+        async def call(request: Any, context: ServicerContext[Any, Any]) -> _T:
+            self._calls.add_current(method)
+            span = self._start_span(method, context)
+            # Current for this task and those it starts; it ends with the task, so nothing is ever detached.
+            attach(set_span_in_context(span))
+            try:
+                return await behavior(request, context)
+            except BaseException as error:
+                await self._fail(error, method, context, span)
+                raise
+            finally:
+                span.end()
+
+        return call
+
+    def _start_span(self, method: str, context: ServicerContext[Any, Any]) -> Span:
+        metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+        parent = PROPAGATOR.extract(metadata, context=Context())
+        attributes = {Attributes.RPC_SYSTEM: "grpc", Attributes.RPC_METHOD: method}
+        return self._tracer.start_span(method, context=parent, kind=SpanKind.SERVER, attributes=attributes)
+
+    async def _fail(self, error: BaseException, method: str, context: ServicerContext[Any, Any], span: Span) -> None:
+        """Ends the call with the status of `error`; returns only if the handler has aborted it itself."""
+        if isinstance(error, grpc.aio.AbortError):
+            mark_error(span, error)
+            return
+        ended = isinstance(error, asyncio.CancelledError)
+        if ended and self._calls.ending and not context.cancelled():
+            error = Unavailable("the server is shutting down")
+        elif ended or context.cancelled():  # a write to a caller that has gone fails with errors of many kinds
+            mark_error(span, Cancelled("the caller went away"))
+            raise asyncio.CancelledError from error
+        failure = error if isinstance(error, KvferryError) else self._unexpected(error, method)
+        mark_error(span, failure)
+        span.set_attribute(Attributes.RPC_STATUS, failure.status.name)
+        await context.abort(failure.status, *status_details(failure))
+
+    def _unexpected(self, error: BaseException, method: str) -> KvferryError:
+        """What the caller may know of a fault of ours; the log has the rest, once."""
+        logger.error("rpc_failed", exc_info=error, extra={"fields": {"method": method, "error": type(error).__name__}})
+        return Internal("internal error; the server's log has the details under this request's trace id")

@@ -1,0 +1,83 @@
+"""How one sequence is sampled and when it ends: values that travel unchanged from the router to both workers.
+
+The router fills in every default, so a worker never guesses. Output relation, kept everywhere: the token that ended a
+choice (end of sequence, stop id, the last token of a stop string) is among its token ids and is counted; its text is not
+in the text.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+GREEDY_BELOW_TEMPERATURE = 1e-5
+"""Temperatures below this are greedy: dividing logits by them would overflow float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Effective sampling parameters and token-level stop rules of one choice.
+
+    Attributes:
+        max_tokens: most output tokens, at least 1.
+        temperature: 0.0 is greedy.
+        top_k: keep the k most likely tokens; 0 switches it off.
+        top_p: keep the smallest set of tokens whose probability reaches this; 1.0 switches it off.
+        min_p: keep tokens at least this fraction of the most likely one; 0.0 switches it off.
+        seed: 0 … 2**64 - 1; the noise of a token depends on (seed, choice, absolute position) and nothing else.
+        min_tokens: end-of-sequence and stop ids cannot be sampled before this many output tokens.
+        ignore_eos: end-of-sequence ids are ordinary tokens.
+        eos_token_ids: the model's end-of-sequence ids.
+        stop_token_ids: the caller's own stop ids.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW_TEMPERATURE
+
+    @property
+    def ending_token_ids(self) -> frozenset[int]:
+        """Token ids whose sampling ends the choice."""
+        eos = () if self.ignore_eos else self.eos_token_ids
+        return frozenset(eos) | frozenset(self.stop_token_ids)
+
+    def finish_after(self, token_id: int, num_output_tokens: int) -> Finish | None:
+        """Whether `token_id`, as output token number `num_output_tokens` (counted from 1), ends the choice."""
+        if token_id in self.stop_token_ids:
+            return Finish(FinishKind.STOP_TOKEN, token_id=token_id)
+        if not self.ignore_eos and token_id in self.eos_token_ids:
+            return Finish(FinishKind.END_OF_SEQUENCE, token_id=token_id)
+        if num_output_tokens >= self.max_tokens:
+            return Finish(FinishKind.LENGTH)
+        return None
+
+
+class FinishKind(enum.Enum):
+    """Why a choice ended."""
+
+    END_OF_SEQUENCE = "end_of_sequence"
+    STOP_TOKEN = "stop_token"
+    STOP_STRING = "stop_string"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of a choice; `token_id` or `stop_string` names what matched."""
+
+    kind: FinishKind
+    token_id: int | None = None
+    stop_string: str | None = None

@@ -1,0 +1,188 @@
+"""Values to and from their protobuf messages: one pair of functions a value, used by every process.
+
+`*_from_pb` checks what a peer sent and raises InvalidArgument naming the field, so that a malformed message fails one
+call and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.errors import InvalidArgument
+from kvferry.kv_layout import DTYPE_BYTES, KvLayout
+from kvferry.sampling import Finish, FinishKind, SamplingParams
+from proto.kvferry.v1 import types_pb2, worker_pb2
+
+_REASONS: dict[FinishKind, types_pb2.FinishReason] = {
+    FinishKind.END_OF_SEQUENCE: types_pb2.FINISH_REASON_END_OF_SEQUENCE,
+    FinishKind.STOP_TOKEN: types_pb2.FINISH_REASON_STOP_TOKEN,
+    FinishKind.STOP_STRING: types_pb2.FINISH_REASON_STOP_STRING,
+    FinishKind.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+    FinishKind.CANCELLED: types_pb2.FINISH_REASON_CANCELLED,
+    FinishKind.DEADLINE: types_pb2.FINISH_REASON_DEADLINE,
+}
+_KINDS = {reason: kind for kind, reason in _REASONS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptId:
+    """One attempt of one request; compared wherever something that belongs to it arrives."""
+
+    request_id: str
+    attempt: int
+
+    @property
+    def seq_id(self) -> str:
+        """Name of the attempt's sequence inside a worker."""
+        return f"{self.request_id}/{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpec:
+    """What a worker is told about a sequence; `token_ids` holds the prompt and, on a resume, earlier output."""
+
+    id: AttemptId
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    tier_rank: int = 0
+    deadline_unix_ms: int = 0
+    cache_salt: str = ""
+    adapter: str = ""
+    bypass_prefix_cache: bool = False
+
+
+def finish_to_pb(finish: Finish) -> types_pb2.Finish:
+    """Message of the end of a choice."""
+    message = types_pb2.Finish(reason=_REASONS[finish.kind])
+    if finish.token_id is not None:
+        message.token_id = finish.token_id
+    if finish.stop_string is not None:
+        message.stop_string = finish.stop_string
+    return message
+
+
+def finish_from_pb(message: types_pb2.Finish) -> Finish:
+    """Raises InvalidArgument for a reason that is unset or unknown."""
+    kind = _KINDS.get(message.reason)
+    if kind is None:
+        raise InvalidArgument("finish.reason", f"unknown value {message.reason}")
+    matched = message.WhichOneof("matched")
+    return Finish(
+        kind,
+        token_id=message.token_id if matched == "token_id" else None,
+        stop_string=message.stop_string if matched == "stop_string" else None,
+    )
+
+
+def layout_to_pb(layout: KvLayout) -> types_pb2.KvLayout:
+    """Message of a layout."""
+    return types_pb2.KvLayout(
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        block_size=layout.block_size,
+        dtype=layout.dtype,
+        model_fingerprint=layout.model_fingerprint,
+        wire_version=layout.wire_version,
+    )
+
+
+def layout_from_pb(message: types_pb2.KvLayout) -> KvLayout:
+    """Raises InvalidArgument for an unknown dtype or an empty shape."""
+    if message.dtype not in DTYPE_BYTES:
+        raise InvalidArgument("layout.dtype", f"{message.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+    layout = KvLayout(
+        num_layers=message.num_layers,
+        num_kv_heads=message.num_kv_heads,
+        head_dim=message.head_dim,
+        block_size=message.block_size,
+        dtype=message.dtype,
+        model_fingerprint=message.model_fingerprint,
+        wire_version=message.wire_version,
+    )
+    if layout.block_bytes == 0:
+        raise InvalidArgument("layout", "a block has no bytes")
+    return layout
+
+
+def sampling_to_pb(sampling: SamplingParams) -> worker_pb2.EffectiveSampling:
+    """Message of effective sampling parameters."""
+    return worker_pb2.EffectiveSampling(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        min_tokens=sampling.min_tokens,
+        ignore_eos=sampling.ignore_eos,
+        eos_token_ids=sampling.eos_token_ids,
+        stop_token_ids=sampling.stop_token_ids,
+    )
+
+
+def sampling_from_pb(message: worker_pb2.EffectiveSampling) -> SamplingParams:
+    """Raises InvalidArgument when max_tokens is 0."""
+    if message.max_tokens < 1:
+        raise InvalidArgument("sampling.max_tokens", "must be at least 1")
+    return SamplingParams(
+        max_tokens=message.max_tokens,
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        seed=message.seed,
+        min_tokens=message.min_tokens,
+        ignore_eos=message.ignore_eos,
+        eos_token_ids=tuple(message.eos_token_ids),
+        stop_token_ids=tuple(message.stop_token_ids),
+    )
+
+
+def attempt_to_pb(attempt: AttemptId) -> worker_pb2.AttemptId:
+    """Message of an attempt's identity."""
+    return worker_pb2.AttemptId(request_id=attempt.request_id, attempt=attempt.attempt)
+
+
+def attempt_from_pb(message: worker_pb2.AttemptId) -> AttemptId:
+    """Raises InvalidArgument when a part is missing."""
+    if not message.request_id or message.attempt < 1:
+        raise InvalidArgument("id", "request_id and an attempt of at least 1 are needed")
+    return AttemptId(message.request_id, message.attempt)
+
+
+def spec_to_pb(spec: SequenceSpec) -> worker_pb2.SequenceSpec:
+    """Message of a sequence for a worker."""
+    return worker_pb2.SequenceSpec(
+        id=attempt_to_pb(spec.id),
+        token_ids=spec.token_ids,
+        num_prompt_tokens=spec.num_prompt_tokens,
+        sampling=sampling_to_pb(spec.sampling),
+        tier_rank=spec.tier_rank,
+        deadline_unix_ms=spec.deadline_unix_ms,
+        cache_salt=spec.cache_salt,
+        adapter=spec.adapter,
+        bypass_prefix_cache=spec.bypass_prefix_cache,
+    )
+
+
+def spec_from_pb(message: worker_pb2.SequenceSpec) -> SequenceSpec:
+    """Raises InvalidArgument for missing tokens or a boundary beyond them."""
+    if not message.token_ids:
+        raise InvalidArgument("sequence.token_ids", "the prompt has no tokens")
+    if not 1 <= message.num_prompt_tokens <= len(message.token_ids):
+        raise InvalidArgument(
+            "sequence.num_prompt_tokens", f"must be 1 … {len(message.token_ids)}, got {message.num_prompt_tokens}"
+        )
+    return SequenceSpec(
+        id=attempt_from_pb(message.id),
+        token_ids=tuple(message.token_ids),
+        num_prompt_tokens=message.num_prompt_tokens,
+        sampling=sampling_from_pb(message.sampling),
+        tier_rank=message.tier_rank,
+        deadline_unix_ms=message.deadline_unix_ms,
+        cache_salt=message.cache_salt,
+        adapter=message.adapter,
+        bypass_prefix_cache=message.bypass_prefix_cache,
+    )

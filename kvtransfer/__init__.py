@@ -1,0 +1,1 @@
+"""Moving KV blocks between workers: the ship protocol as state machines, and its transports."""

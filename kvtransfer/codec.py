@@ -1,0 +1,163 @@
+"""Messages of a shipment to and from protobuf. What a peer sent is checked here, before any state machine sees it.
+
+A message that could never be right raises InvalidArgument naming the field; it ends the one stream it came on. Whether
+a well-formed message is right at its place is the state machines' question.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from kvferry.block_hash import HASH_BYTES
+from kvferry.errors import InvalidArgument
+from kvferry.wire import AttemptId, attempt_from_pb, attempt_to_pb, layout_from_pb, layout_to_pb
+from kvtransfer.digest import DIGEST_BYTES
+from kvtransfer.messages import (
+    Alive,
+    BlockFrame,
+    Commit,
+    CommitAck,
+    Nack,
+    Offer,
+    ReceiverMessage,
+    SenderMessage,
+    Want,
+)
+from proto.kvferry.v1 import ship_pb2, worker_pb2
+
+MAX_REQUEST_ID_CHARS = 256
+MAX_BLOCKS = 1 << 16
+"""Most blocks of a shipment: a million tokens in blocks of 16; their hashes still fit a gRPC message."""
+MAX_FIRST_TOKENS = 1024
+MAX_PROGRESS_TIMEOUT_S = 3600.0
+
+
+def sender_message_to_pb(message: SenderMessage) -> ship_pb2.ShipRequest:
+    """Message from sender to receiver."""
+    match message:
+        case Offer():
+            return ship_pb2.ShipRequest(offer=_offer_to_pb(message))
+        case BlockFrame():
+            return ship_pb2.ShipRequest(block=_frame_to_pb(message))
+        case Commit():
+            commit = ship_pb2.Commit(id=attempt_to_pb(message.id), first_token_ids=message.first_token_ids)
+            return ship_pb2.ShipRequest(commit=commit)
+        case Alive():
+            return ship_pb2.ShipRequest(heartbeat=worker_pb2.Heartbeat())
+
+
+def sender_message_from_pb(message: ship_pb2.ShipRequest) -> SenderMessage:
+    """Raises InvalidArgument for a malformed message."""
+    match message.WhichOneof("event"):
+        case "offer":
+            return _offer_from_pb(message.offer)
+        case "block":
+            return _frame_from_pb(message.block)
+        case "commit":
+            ids = tuple(message.commit.first_token_ids)
+            _check_range("commit.first_token_ids", len(ids), 1, MAX_FIRST_TOKENS)
+            return Commit(_id_from_pb(message.commit.id), ids)
+        case "heartbeat":
+            return Alive()
+        case _:
+            raise InvalidArgument("event", "not set, or unknown to this version")
+
+
+def receiver_message_to_pb(message: ReceiverMessage) -> ship_pb2.ShipResponse:
+    """Message from receiver to sender."""
+    match message:
+        case Want():
+            return ship_pb2.ShipResponse(want=ship_pb2.Want(block_indices=message.block_indices))
+        case Nack():
+            return ship_pb2.ShipResponse(nack=ship_pb2.Nack(block_index=message.block_index))
+        case CommitAck():
+            return ship_pb2.ShipResponse(commit_ack=ship_pb2.CommitAck(already_committed=message.already_committed))
+        case Alive():
+            return ship_pb2.ShipResponse(heartbeat=worker_pb2.Heartbeat())
+
+
+def receiver_message_from_pb(message: ship_pb2.ShipResponse) -> ReceiverMessage:
+    """Raises InvalidArgument for a malformed message. `halt` is the transport's own and never comes here."""
+    match message.WhichOneof("event"):
+        case "want":
+            indices: Sequence[int] = message.want.block_indices
+            _check_range("want.block_indices", len(indices), 0, MAX_BLOCKS)
+            return Want(tuple(indices))
+        case "nack":
+            return Nack(message.nack.block_index)
+        case "commit_ack":
+            return CommitAck(message.commit_ack.already_committed)
+        case "heartbeat":
+            return Alive()
+        case _:
+            raise InvalidArgument("event", "not set, or unknown to this version")
+
+
+def _offer_to_pb(offer: Offer) -> ship_pb2.Offer:
+    return ship_pb2.Offer(
+        id=attempt_to_pb(offer.id),
+        receiver_epoch=offer.receiver_epoch,
+        layout=layout_to_pb(offer.layout),
+        block_hashes=offer.block_hashes,
+        num_tokens=offer.num_tokens,
+        progress_timeout_s=offer.progress_timeout_s,
+    )
+
+
+def _offer_from_pb(message: ship_pb2.Offer) -> Offer:
+    offer = Offer(
+        id=_id_from_pb(message.id),
+        receiver_epoch=message.receiver_epoch,
+        layout=layout_from_pb(message.layout),
+        block_hashes=tuple(message.block_hashes),
+        num_tokens=message.num_tokens,
+        progress_timeout_s=message.progress_timeout_s,
+    )
+    _check_range("offer.num_tokens", offer.num_blocks, 1, MAX_BLOCKS, unit=" blocks of tokens")
+    num_full_blocks = offer.num_tokens // offer.layout.block_size
+    _check_range("offer.block_hashes", len(offer.block_hashes), num_full_blocks, num_full_blocks)
+    if any(len(block_hash) != HASH_BYTES for block_hash in offer.block_hashes):
+        raise InvalidArgument("offer.block_hashes", f"a hash has {HASH_BYTES} bytes")
+    timeout_s = offer.progress_timeout_s
+    if not (math.isfinite(timeout_s) and 0 < timeout_s <= MAX_PROGRESS_TIMEOUT_S):
+        raise InvalidArgument("offer.progress_timeout_s", f"{timeout_s}, must be in (0, {MAX_PROGRESS_TIMEOUT_S}]")
+    return offer
+
+
+def _frame_to_pb(frame: BlockFrame) -> ship_pb2.BlockFrame:
+    return ship_pb2.BlockFrame(
+        id=attempt_to_pb(frame.id),
+        block_index=frame.block_index,
+        offset=frame.offset,
+        payload=bytes(frame.payload),  # no copy where it is bytes already
+        digest=frame.digest,
+        num_tokens=frame.num_tokens,
+    )
+
+
+def _frame_from_pb(message: ship_pb2.BlockFrame) -> BlockFrame:
+    frame = BlockFrame(
+        id=_id_from_pb(message.id),
+        block_index=message.block_index,
+        offset=message.offset,
+        payload=message.payload,
+        digest=message.digest,
+        num_tokens=message.num_tokens,
+    )
+    if not frame.payload:
+        raise InvalidArgument("block.payload", "empty")
+    if len(frame.digest) not in (0, DIGEST_BYTES):
+        raise InvalidArgument("block.digest", f"{len(frame.digest)} bytes, {DIGEST_BYTES} or none allowed")
+    return frame
+
+
+def _id_from_pb(message: worker_pb2.AttemptId) -> AttemptId:
+    _check_range("id.request_id", len(message.request_id), 1, MAX_REQUEST_ID_CHARS, unit=" characters")
+    return attempt_from_pb(message)
+
+
+def _check_range(field: str, count: int, low: int, high: int, *, unit: str = " entries") -> None:
+    if not low <= count <= high:
+        allowed = str(low) if low == high else f"{low} … {high}"
+        raise InvalidArgument(field, f"{count}{unit}, {allowed} allowed")

@@ -1,0 +1,149 @@
+"""Shell of the receiving end: drives a `ShipReceiver` over any transport's stream, against the decode service's host.
+
+messages (peer) ─► ShipReceiver ─► actions ─┬► host.write, host.verify, at once
+                                            ├► host.grant, host.commit, in a task of their own (they wait)
+                                            └► Want, Nack, CommitAck
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvferry.errors import KvferryError
+from kvferry.rpc import HeartbeatWriter
+from kvtransfer.liveness import HEARTBEATS_PER_TIMEOUT, bounded_silence, run_until_first
+from kvtransfer.messages import Alive, CommitAck, Nack, Offer, ReceiverMessage, Want
+from kvtransfer.receiver import (
+    CommitSequence,
+    ReceiveFailed,
+    ReceiveFinished,
+    ReceiverAction,
+    RequestGrant,
+    SendCommitAck,
+    SendNack,
+    SendWant,
+    ShipReceiver,
+    VerifyBlock,
+    WriteFrame,
+)
+from kvtransfer.transport import CommitOutcome, OpenHost, ReceiveOptions, ReceiverHost, ReceivingStream
+
+PEER = "the sender of the shipment"
+
+
+async def run_receiving_end(
+    stream: ReceivingStream, receiver: ShipReceiver, open_host: OpenHost, options: ReceiveOptions
+) -> None:
+    """Runs one shipment until it is committed and acknowledged.
+
+    Raises a KvferryError, for the sender, in every other case; the host's reservation is released by then.
+    """
+    await _ReceivingEnd(stream, receiver, open_host, options).run()
+
+
+class _ReceivingEnd:
+    def __init__(
+        self, stream: ReceivingStream, receiver: ShipReceiver, open_host: OpenHost, options: ReceiveOptions
+    ) -> None:
+        self._stream = stream
+        self._receiver = receiver
+        self._open_host = open_host
+        self._options = options
+        self._timeout_s = options.offer_timeout_s  # until the Offer names one
+        self._host: ReceiverHost | None = None
+        self._writer: HeartbeatWriter[ReceiverMessage] | None = None  # there once the Offer is
+        # Grant, then commit: the receiver asks for one at a time.
+        self._host_calls: asyncio.Queue[RequestGrant | CommitSequence] = asyncio.Queue(1)
+        self._is_settled = False
+        self._is_finished = False
+
+    async def run(self) -> None:
+        try:
+            await self._read_one()  # the Offer, or it fails
+            self._writer = HeartbeatWriter(
+                self._write,
+                Alive,
+                interval_s=self._timeout_s / HEARTBEATS_PER_TIMEOUT,
+                stall_timeout_s=self._timeout_s,
+                peer=PEER,
+            )
+            async with self._writer:
+                await run_until_first(self._host_loop(), self._read_loop())
+        finally:
+            # Everything that could still write has ended here.
+            if self._host is not None and not self._is_settled:
+                self._host.release()
+
+    async def _read_loop(self) -> None:
+        while await self._read_one():
+            pass
+        await asyncio.get_running_loop().create_future()  # half-closed after its Commit: nothing to read any more
+
+    async def _read_one(self) -> bool:
+        """Takes one message; says whether more may come."""
+        async with bounded_silence(self._timeout_s, PEER):
+            message = await self._stream.read()
+        if message is None:
+            await self._perform(self._receiver.on_end())
+            return False
+        if isinstance(message, Offer):
+            self._timeout_s = message.progress_timeout_s
+        await self._perform(self._receiver.on_message(message))
+        return True
+
+    async def _host_loop(self) -> None:
+        while not self._is_finished:
+            try:
+                actions = await self._call_host(await self._host_calls.get())
+            except KvferryError as error:
+                actions = self._receiver.on_refused(error)
+            await self._perform(actions)
+
+    async def _call_host(self, call: RequestGrant | CommitSequence) -> list[ReceiverAction]:
+        match call:
+            case RequestGrant(offer=offer):
+                self._host = self._open_host(offer)
+                grant = await self._host.grant(offer)
+                if grant.already_committed:
+                    return self._receiver.on_committed(already_committed=True)
+                return self._receiver.on_granted(grant.wanted)
+            case CommitSequence(first_token_ids=first_token_ids):
+                assert self._host is not None, "a grant came first"
+                outcome = await self._host.commit(first_token_ids)
+                self._is_settled = True
+                already = outcome is CommitOutcome.ALREADY_COMMITTED
+                return self._receiver.on_committed(already_committed=already)
+
+    async def _perform(self, actions: list[ReceiverAction]) -> None:
+        for action in actions:
+            match action:
+                case WriteFrame() | VerifyBlock():
+                    await self._perform(self._touch_block(action))
+                case RequestGrant() | CommitSequence():
+                    self._host_calls.put_nowait(action)
+                case SendWant(block_indices=block_indices):
+                    await self._send(Want(block_indices))
+                case SendNack(block_index=block_index):
+                    await self._send(Nack(block_index))
+                case SendCommitAck(already_committed=already_committed):
+                    await self._send(CommitAck(already_committed))
+                case ReceiveFailed(error=error):
+                    raise error
+                case ReceiveFinished():
+                    self._is_finished = True
+
+    def _touch_block(self, action: WriteFrame | VerifyBlock) -> list[ReceiverAction]:
+        assert self._host is not None, "a grant came first"
+        if isinstance(action, WriteFrame):
+            self._host.write(action.block_index, action.offset, action.payload)
+            return []
+        digest_ok = self._host.verify(action.block_index, action.digest, action.num_tokens)
+        return self._receiver.on_block_written(action.block_index, digest_ok=digest_ok)
+
+    async def _send(self, message: ReceiverMessage) -> None:
+        assert self._writer is not None, "nothing is answered before the Offer"
+        await self._writer.write(message)
+
+    async def _write(self, message: ReceiverMessage) -> None:
+        if not isinstance(message, Alive) or self._options.is_alive():
+            await self._stream.write(message)

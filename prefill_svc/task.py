@@ -1,0 +1,144 @@
+"""One attempt's prefill, as a plain state machine: engine outputs and shipment results in, actions out.
+
+    queued ──SequenceStarted──► computing ──TokenSampled──► shipping the rest ──shipped──► done
+                 │ OpenShipment      │ ShipTokens a chunk        │ ShipFirstToken
+                 └───────────────────┴── anything fails ────────►└── Fail; the shell frees everything
+
+The shell (`service.py`, or the simulator) performs the actions in order. Whatever way the attempt ends, the shell first
+ends the shipment, which reads the sequence's blocks, and only then removes the sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.outputs import ChunkComputed, Output, SequenceFailed, SequenceStarted, TokenSampled
+from kvferry.errors import KvferryError
+from kvferry.sampling import Finish
+from kvtransfer.sender import ShipSummary
+
+
+@dataclass(frozen=True, slots=True)
+class OpenShipment:
+    """Open the Ship stream and offer the sequence's blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShipTokens:
+    """The KV of this many tokens is in the blocks."""
+
+    num_computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShipFirstToken:
+    """Everything is computed: ship the rest and commit with this token."""
+
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelShipment:
+    """Nothing is left to decode: end the Ship stream without a commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportFirstToken:
+    """Tell the router the first token."""
+
+    token_id: int
+    token_index: int
+    finish: Finish | None
+    num_cached_tokens: int
+    queue_ns: int
+    prefill_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReportDone:
+    """The attempt's prefill is complete; the last action."""
+
+    summary: ShipSummary
+
+
+@dataclass(frozen=True, slots=True)
+class FailAttempt:
+    """The attempt failed; the last action."""
+
+    error: KvferryError
+
+
+TaskAction = OpenShipment | ShipTokens | ShipFirstToken | CancelShipment | ReportFirstToken | ReportDone | FailAttempt
+
+
+class PrefillTask:
+    """Decides what one attempt's prefill does next.
+
+    Args:
+        has_target: whether there is a decode worker to ship to; without one nothing can be left to decode.
+        received_ns: when the attempt arrived.
+    """
+
+    def __init__(self, *, has_target: bool, received_ns: int) -> None:
+        self._has_target = has_target
+        self._received_ns = received_ns
+        self._started_ns = received_ns
+        self._num_cached_tokens = 0
+        self._num_computed_tokens = 0
+        self._is_over = False
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_over
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self._num_computed_tokens
+
+    def on_output(self, output: Output) -> list[TaskAction]:
+        """Takes what the engine says of the sequence."""
+        if self._is_over:
+            return []
+        match output:
+            case SequenceStarted():
+                return self._on_started(output)
+            case ChunkComputed(num_computed_tokens=num_tokens):
+                self._num_computed_tokens = num_tokens
+                return [ShipTokens(num_tokens)] if self._has_target else []
+            case TokenSampled():
+                return self._on_token(output)
+            case SequenceFailed(error=error):
+                return self.on_failed(error)
+        return []
+
+    def on_shipped(self, summary: ShipSummary) -> list[TaskAction]:
+        """The receiver acknowledged the commit."""
+        return [] if self._is_over else self._end(ReportDone(summary))
+
+    def on_failed(self, error: KvferryError) -> list[TaskAction]:
+        """The shipment, or anything else the attempt needs, failed."""
+        return [] if self._is_over else self._end(FailAttempt(error))
+
+    def _on_started(self, output: SequenceStarted) -> list[TaskAction]:
+        self._started_ns = output.at_ns
+        self._num_cached_tokens = output.num_cached_tokens
+        self._num_computed_tokens = output.num_cached_tokens
+        return [OpenShipment(), ShipTokens(output.num_cached_tokens)] if self._has_target else []
+
+    def _on_token(self, output: TokenSampled) -> list[TaskAction]:
+        report = ReportFirstToken(
+            token_id=output.token_id,
+            token_index=output.token_index,
+            finish=output.finish,
+            num_cached_tokens=self._num_cached_tokens,
+            queue_ns=self._started_ns - self._received_ns,
+            prefill_ns=output.at_ns - self._started_ns,
+        )
+        if output.finish is None:
+            return [report, ShipFirstToken(output.token_id)]
+        cancel: list[TaskAction] = [CancelShipment()] if self._has_target else []
+        return [report, *cancel, *self._end(ReportDone(ShipSummary()))]
+
+    def _end(self, action: TaskAction) -> list[TaskAction]:
+        self._is_over = True
+        return [action]

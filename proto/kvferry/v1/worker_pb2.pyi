@@ -1,0 +1,256 @@
+from proto.kvferry.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class AttemptId(_message.Message):
+    __slots__ = ("request_id", "attempt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class SequenceSpec(_message.Message):
+    __slots__ = ("id", "token_ids", "num_prompt_tokens", "sampling", "tier_rank", "deadline_unix_ms", "cache_salt", "adapter", "bypass_prefix_cache")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    TIER_RANK_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    BYPASS_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    id: AttemptId
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_prompt_tokens: int
+    sampling: EffectiveSampling
+    tier_rank: int
+    deadline_unix_ms: int
+    cache_salt: str
+    adapter: str
+    bypass_prefix_cache: bool
+    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[EffectiveSampling, _Mapping]] = ..., tier_rank: _Optional[int] = ..., deadline_unix_ms: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., bypass_prefix_cache: _Optional[bool] = ...) -> None: ...
+
+class EffectiveSampling(_message.Message):
+    __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "min_tokens", "ignore_eos", "eos_token_ids", "stop_token_ids")
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    min_tokens: int
+    ignore_eos: bool
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("progress_timeout_s",)
+    PROGRESS_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    progress_timeout_s: float
+    def __init__(self, progress_timeout_s: _Optional[float] = ...) -> None: ...
+
+class WatchResponse(_message.Message):
+    __slots__ = ("worker_id", "role", "pid", "epoch", "capabilities", "draining", "load")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    role: str
+    pid: int
+    epoch: int
+    capabilities: _types_pb2.Capabilities
+    draining: bool
+    load: WorkerLoad
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., capabilities: _Optional[_Union[_types_pb2.Capabilities, _Mapping]] = ..., draining: _Optional[bool] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
+
+class WorkerLoad(_message.Message):
+    __slots__ = ("num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_used_blocks", "num_steps", "num_preemptions", "num_prefill_tokens", "num_cached_tokens", "num_sampled_tokens", "num_blocks_shipped", "shipped_bytes", "num_nacks")
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_SHIPPED_FIELD_NUMBER: _ClassVar[int]
+    SHIPPED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_NACKS_FIELD_NUMBER: _ClassVar[int]
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_used_blocks: int
+    num_steps: int
+    num_preemptions: int
+    num_prefill_tokens: int
+    num_cached_tokens: int
+    num_sampled_tokens: int
+    num_blocks_shipped: int
+    shipped_bytes: int
+    num_nacks: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., num_blocks_shipped: _Optional[int] = ..., shipped_bytes: _Optional[int] = ..., num_nacks: _Optional[int] = ...) -> None: ...
+
+class PrefillRequest(_message.Message):
+    __slots__ = ("sequence", "target", "progress_timeout_s")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    sequence: SequenceSpec
+    target: ShipTarget
+    progress_timeout_s: float
+    def __init__(self, sequence: _Optional[_Union[SequenceSpec, _Mapping]] = ..., target: _Optional[_Union[ShipTarget, _Mapping]] = ..., progress_timeout_s: _Optional[float] = ...) -> None: ...
+
+class ShipTarget(_message.Message):
+    __slots__ = ("address", "epoch")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    epoch: int
+    def __init__(self, address: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class PrefillResponse(_message.Message):
+    __slots__ = ("progress", "first_token", "done")
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    progress: PrefillProgress
+    first_token: FirstToken
+    done: PrefillDone
+    def __init__(self, progress: _Optional[_Union[PrefillProgress, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., done: _Optional[_Union[PrefillDone, _Mapping]] = ...) -> None: ...
+
+class PrefillProgress(_message.Message):
+    __slots__ = ("num_computed_tokens",)
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_computed_tokens: int
+    def __init__(self, num_computed_tokens: _Optional[int] = ...) -> None: ...
+
+class FirstToken(_message.Message):
+    __slots__ = ("token_id", "token_index", "finish", "num_cached_tokens", "queue_s", "prefill_s")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    token_index: int
+    finish: _types_pb2.Finish
+    num_cached_tokens: int
+    queue_s: float
+    prefill_s: float
+    def __init__(self, token_id: _Optional[int] = ..., token_index: _Optional[int] = ..., finish: _Optional[_Union[_types_pb2.Finish, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ...) -> None: ...
+
+class PrefillDone(_message.Message):
+    __slots__ = ("num_blocks_shipped", "num_blocks_reused", "shipped_bytes", "ship_s", "num_nacks")
+    NUM_BLOCKS_SHIPPED_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_REUSED_FIELD_NUMBER: _ClassVar[int]
+    SHIPPED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHIP_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_NACKS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks_shipped: int
+    num_blocks_reused: int
+    shipped_bytes: int
+    ship_s: float
+    num_nacks: int
+    def __init__(self, num_blocks_shipped: _Optional[int] = ..., num_blocks_reused: _Optional[int] = ..., shipped_bytes: _Optional[int] = ..., ship_s: _Optional[float] = ..., num_nacks: _Optional[int] = ...) -> None: ...
+
+class DecodeRequest(_message.Message):
+    __slots__ = ("start", "stop", "heartbeat")
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    start: DecodeStart
+    stop: DecodeStop
+    heartbeat: Heartbeat
+    def __init__(self, start: _Optional[_Union[DecodeStart, _Mapping]] = ..., stop: _Optional[_Union[DecodeStop, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class DecodeStart(_message.Message):
+    __slots__ = ("sequence", "local_prefill", "progress_timeout_s")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    sequence: SequenceSpec
+    local_prefill: bool
+    progress_timeout_s: float
+    def __init__(self, sequence: _Optional[_Union[SequenceSpec, _Mapping]] = ..., local_prefill: _Optional[bool] = ..., progress_timeout_s: _Optional[float] = ...) -> None: ...
+
+class DecodeStop(_message.Message):
+    __slots__ = ("num_wanted_tokens",)
+    NUM_WANTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_wanted_tokens: int
+    def __init__(self, num_wanted_tokens: _Optional[int] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DecodeResponse(_message.Message):
+    __slots__ = ("registered", "committed", "tokens", "heartbeat")
+    REGISTERED_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    registered: Registered
+    committed: Committed
+    tokens: DecodeTokens
+    heartbeat: Heartbeat
+    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., tokens: _Optional[_Union[DecodeTokens, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class Registered(_message.Message):
+    __slots__ = ("epoch", "ship_address")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SHIP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    ship_address: str
+    def __init__(self, epoch: _Optional[int] = ..., ship_address: _Optional[str] = ...) -> None: ...
+
+class Committed(_message.Message):
+    __slots__ = ("attempt", "num_cached_tokens")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    attempt: int
+    num_cached_tokens: int
+    def __init__(self, attempt: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+
+class DecodeTokens(_message.Message):
+    __slots__ = ("token_index", "token_ids", "finish", "num_cached_tokens", "queue_s", "prefill_s")
+    TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    token_index: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    finish: _types_pb2.Finish
+    num_cached_tokens: int
+    queue_s: float
+    prefill_s: float
+    def __init__(self, token_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[_types_pb2.Finish, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ...) -> None: ...

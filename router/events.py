@@ -1,0 +1,213 @@
+"""What the request lifecycle takes in and gives out: plain values, so that a simulator can drive the real machine.
+
+An event names the attempt it belongs to where it comes from a worker's call; an action names the attempt whose call it
+means. `Action`s are performed in the order they are given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.errors import KvferryError
+from kvferry.sampling import Finish
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersChosen:
+    """The pair for the next attempt; a role that the attempt does not need is None."""
+
+    prefill: str | None
+    decode: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class NoWorkers:
+    """No worker can take the next attempt."""
+
+    error: KvferryError
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """Decode knows the attempt and names where its blocks go."""
+
+    attempt: int
+    epoch: int
+    ship_address: str
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """Prefill sampled the attempt's first token; `finish` when that token ends the choice."""
+
+    attempt: int
+    token_index: int
+    token_id: int
+    finish: Finish | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDone:
+    """The shipment is acknowledged, or there was nothing to ship; the prefill call has ended."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFailed:
+    """The prefill call ended otherwise than by `PrefillDone`."""
+
+    attempt: int
+    error: KvferryError
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Decode has everything and the sequence is in its batch."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Tokens decode sampled, `token_index` being the index of the first; `finish` when the last ends the choice."""
+
+    attempt: int
+    token_index: int
+    token_ids: tuple[int, ...]
+    finish: Finish | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFailed:
+    """The decode call ended before its finish."""
+
+    attempt: int
+    error: KvferryError
+
+
+@dataclass(frozen=True, slots=True)
+class StopFound:
+    """The text of the first `num_wanted_tokens` output tokens completes a stop string."""
+
+    num_wanted_tokens: int
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True)
+class ClientGone:
+    """The caller cancelled, left, or its deadline passed; `error` says which."""
+
+    error: KvferryError
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLimit:
+    """The request's own time limit passed: what there is, is the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The request was aborted by its id: what there is, is the answer."""
+
+
+Event = (
+    WorkersChosen
+    | NoWorkers
+    | Registered
+    | FirstToken
+    | PrefillDone
+    | PrefillFailed
+    | Committed
+    | Tokens
+    | DecodeFailed
+    | StopFound
+    | ClientGone
+    | TimeLimit
+    | Abort
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChooseWorkers:
+    """Choose a pair for attempt number `attempt`, if possible without the workers in `excluding`."""
+
+    attempt: int
+    needs_prefill: bool
+    needs_decode: bool
+    excluding: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenDecode:
+    """Open the decode call with these tokens; with `local_prefill` decode computes them itself."""
+
+    attempt: int
+    worker: str
+    token_ids: tuple[int, ...]
+    local_prefill: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ShipTo:
+    """The receiving end of an attempt's blocks."""
+
+    address: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPrefill:
+    """Open the prefill call with these tokens; without a target there is nothing to ship."""
+
+    attempt: int
+    worker: str
+    token_ids: tuple[int, ...]
+    target: ShipTo | None
+
+
+@dataclass(frozen=True, slots=True)
+class CancelPrefill:
+    """Cancel the attempt's prefill call."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelDecode:
+    """Cancel the attempt's decode call."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendStop:
+    """Tell decode that no more than `num_wanted_tokens` output tokens are wanted; it ends the call."""
+
+    attempt: int
+    num_wanted_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Tokens for the client, the next ones in order."""
+
+    token_index: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The request ended well; the last action but for what the shell does to close its calls."""
+
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request ended with an error; the last action."""
+
+    error: KvferryError
+
+
+Action = ChooseWorkers | OpenDecode | OpenPrefill | CancelPrefill | CancelDecode | SendStop | Emit | Finished | Failed

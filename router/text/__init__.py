@@ -1,0 +1,1 @@
+"""The text plane: tokenising, chat templates, incremental detokenising and stop strings."""

@@ -1,0 +1,67 @@
+"""Turns a stream of token ids into text, at the same cost for every token.
+
+The bytes of each token (`token_bytes.py`) run through one incremental UTF-8 decoder, so half a character is held back
+until it is whole. Joined, the stream is the decode of all its ids at once. Bytes that are not UTF-8 become replacement
+marks, one for each maximal broken part, as soon as they cannot become a character any more; bytes still unfinished at
+the very end become one mark.
+
+One difference to `tokenizers`, which decodes `<0x..>` tokens run by run and replaces every byte of a run that has a
+broken byte anywhere: here the whole characters of such a run stay, since a stream has already shown them.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+
+from router.text.token_bytes import TokenBytes
+
+
+class Detokenizer:
+    """Incremental decoder of one choice. Any sequence of ids is accepted; ids outside the vocabulary add no text."""
+
+    __slots__ = ("_at_start", "_by_id", "_num_ids", "_skipped", "_start", "_strip_left", "_utf8")
+
+    def __init__(self, table: TokenBytes, *, skip_special_tokens: bool = True, continues_text: bool = False) -> None:
+        """`continues_text`: the ids go on from a text, so the rule for the beginning (a dropped space) is off."""
+        self._by_id = table.by_id
+        self._num_ids = len(table.by_id)
+        self._skipped = table.special_ids if skip_special_tokens else frozenset[int]()
+        self._start = table.start
+        self._at_start = not continues_text and table.start.first_token is not None
+        self._strip_left = 0 if continues_text else table.start.strip_count
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        """Text that is whole once `token_id` is added; often empty."""
+        if not 0 <= token_id < self._num_ids or token_id in self._skipped:
+            return ""
+        data = self._by_id[token_id]
+        if not data:
+            return ""
+        if self._at_start:
+            self._at_start = False
+            assert self._start.first_token is not None
+            data = self._start.first_token.get(token_id, data)
+        text = self._utf8.decode(data)
+        return self._strip(text) if self._strip_left and text else text
+
+    def flush(self) -> str:
+        """Ends the stream: one replacement mark if a character was left unfinished, else nothing."""
+        text = self._utf8.decode(b"", final=True)
+        self._strip_left = 0
+        return text
+
+    def _strip(self, text: str) -> str:
+        while self._strip_left and text.startswith(self._start.strip_char):
+            text = text[len(self._start.strip_char) :]
+            self._strip_left -= 1
+        if text:
+            self._strip_left = 0
+        return text
+
+
+def decode(table: TokenBytes, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+    """Text of all `token_ids` at once."""
+    detokenizer = Detokenizer(table, skip_special_tokens=skip_special_tokens)
+    return "".join([detokenizer.push(token_id) for token_id in token_ids]) + detokenizer.flush()

@@ -1,0 +1,424 @@
+"""Turns a public request into a `Request` value with every default filled in, or refuses it by field and limit.
+
+Everything a client may get wrong stops here, before tokenising where that is possible; `fit` does the rest once the
+prompt's length is known. Unset and zero are told apart by presence. A field this version does not support is refused by
+name (`UNSUPPORTED_FIELDS`), never ignored; its neutral value is accepted, since it changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from kvferry.errors import InvalidArgument, NotFound, ResourceExhausted, UnsupportedField
+from kvferry.sampling import SamplingParams
+from proto.kvferry.v1 import inference_pb2 as pb
+from router.text.chat_template import FIELD as CHAT_FIELD
+from router.text.chat_template import ChatMessage
+from router.text.tokenizer import TEXT_FIELD
+
+MAX_REQUEST_ID_CHARS = 256
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKEN_IDS = 128
+MAX_CACHE_SALT_BYTES = 256
+SEED_LIMIT = 1 << 64
+
+PROMPT_FIELD = "prompt"
+TOKENS_FIELD = "prompt.token_ids"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this deployment serves, from its workers and its configuration.
+
+    Attributes:
+        model: name of the served model.
+        max_context: most prompt and output tokens together.
+        vocab_size: token ids are below it.
+        tiers: rank by name of tier.
+        default_tier: tier of a request that names none.
+        max_request_bytes: largest request message.
+        block_size: tokens of a KV block.
+        num_prefill_blocks: blocks of the largest prefill pool; 0 where decode computes prompts itself.
+        num_decode_blocks: blocks of the largest decode pool.
+        adapters: adapters that may be named.
+    """
+
+    model: str
+    max_context: int
+    vocab_size: int
+    tiers: Mapping[str, int]
+    default_tier: str
+    max_request_bytes: int
+    block_size: int
+    num_prefill_blocks: int
+    num_decode_blocks: int
+    adapters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Plain text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids as they are."""
+
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation, to be rendered with the model's template."""
+
+    messages: tuple[ChatMessage, ...]
+    add_generation_prompt: bool
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request as the router works with it: nothing left open but what depends on the prompt's length.
+
+    Attributes:
+        label: the caller's own id; echoed, logged, never a key.
+        max_tokens: most output tokens, None for what fits.
+        seed: the caller's, or drawn.
+        time_limit_s: None for no limit.
+        text, token_ids, prompt_token_ids: what the response carries.
+        The rest as in the public request.
+    """
+
+    label: str
+    model: str
+    prompt: Prompt
+    tier: str
+    tier_rank: int
+    adapter: str
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    max_tokens: int | None
+    min_tokens: int
+    ignore_eos: bool
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    include_stop_str_in_output: bool
+    time_limit_s: float | None
+    text: bool
+    token_ids: bool
+    prompt_token_ids: bool
+    skip_special_tokens: bool
+    bypass_prefix_cache: bool
+    cache_salt: str
+
+    @property
+    def operation(self) -> str:
+        """The operation's name in OpenTelemetry's conventions."""
+        return "chat" if isinstance(self.prompt, ChatPrompt) else "text_completion"
+
+    def sampling_params(self, max_tokens: int, eos_token_ids: Sequence[int]) -> SamplingParams:
+        """The sampling parameters in force, for the workers."""
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
+            eos_token_ids=tuple(eos_token_ids),
+            stop_token_ids=self.stop_token_ids,
+        )
+
+
+def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[], int]) -> Request:
+    """The request with every default filled in.
+
+    Raises:
+        UnsupportedField: a field this version does not support is set.
+        InvalidArgument: a field is out of its limits.
+        NotFound: no such model or adapter.
+    """
+    num_bytes = message.ByteSize()
+    if num_bytes > limits.max_request_bytes:
+        raise InvalidArgument(PROMPT_FIELD, f"the request has {num_bytes} bytes; at most {limits.max_request_bytes}")
+    _refuse_unsupported(message)
+    sampling, stopping, response = message.sampling, message.stopping, message.response
+    seed = sampling.seed if sampling.HasField("seed") else draw_seed()
+    assert 0 <= seed < SEED_LIMIT
+    tier = message.tier or limits.default_tier
+    return Request(
+        label=_label(message.request_id),
+        model=_model(message.model, limits),
+        prompt=_prompt(message, limits),
+        tier=tier,
+        tier_rank=_tier_rank(tier, limits),
+        adapter=_adapter(message.adapter, limits),
+        temperature=_temperature(sampling),
+        top_k=sampling.top_k,
+        top_p=_top_p(sampling),
+        min_p=_min_p(sampling),
+        seed=seed,
+        max_tokens=_max_tokens(stopping, limits),
+        min_tokens=_min_tokens(stopping, limits),
+        ignore_eos=stopping.ignore_eos,
+        stop=_stop(stopping.stop),
+        stop_token_ids=_stop_token_ids(stopping.stop_token_ids, limits),
+        include_stop_str_in_output=stopping.include_stop_str_in_output,
+        time_limit_s=_time_limit_s(stopping),
+        text=_switch(response, "text"),
+        token_ids=_switch(response, "token_ids"),
+        prompt_token_ids=response.prompt_token_ids,
+        skip_special_tokens=_switch(response, "skip_special_tokens"),
+        bypass_prefix_cache=message.cache.bypass_prefix_cache,
+        cache_salt=_cache_salt(message.cache.cache_salt),
+    )
+
+
+def fit(request: Request, num_prompt_tokens: int, limits: Limits) -> int:
+    """Most output tokens in force for a prompt of this length.
+
+    Raises:
+        InvalidArgument: the prompt is empty or, with its output, beyond the context.
+        ResourceExhausted: no worker's whole pool could hold it, so it can never run.
+    """
+    if num_prompt_tokens < 1:
+        raise InvalidArgument(PROMPT_FIELD, "has no tokens; at least 1 is needed")
+    room = limits.max_context - num_prompt_tokens
+    if room < 1:
+        raise InvalidArgument(
+            PROMPT_FIELD,
+            f"has {num_prompt_tokens} tokens; at most {limits.max_context - 1} fit the context of "
+            f"{limits.max_context} with one output token",
+        )
+    if request.max_tokens is not None and request.max_tokens > room:
+        raise InvalidArgument(
+            "stopping.max_tokens",
+            f"{request.max_tokens} output tokens after {num_prompt_tokens} prompt tokens exceed the context of "
+            f"{limits.max_context}; at most {room} fit",
+        )
+    max_tokens = request.max_tokens or min(room, max(1, _room_in_pool(num_prompt_tokens, limits)))
+    _check_pools(num_prompt_tokens, max_tokens, limits)
+    if request.min_tokens > max_tokens:
+        raise InvalidArgument("stopping.min_tokens", f"{request.min_tokens} is above max_tokens, {max_tokens}")
+    return max_tokens
+
+
+def _room_in_pool(num_prompt_tokens: int, limits: Limits) -> int:
+    """Output tokens that the largest decode pool can hold; the last one's KV is never stored."""
+    return limits.num_decode_blocks * limits.block_size - num_prompt_tokens + 1
+
+
+def _check_pools(num_prompt_tokens: int, max_tokens: int, limits: Limits) -> None:
+    pools = [("decode", num_prompt_tokens + max_tokens - 1, limits.num_decode_blocks)]
+    if limits.num_prefill_blocks:
+        pools.append(("prefill", num_prompt_tokens, limits.num_prefill_blocks))
+    for role, num_tokens, num_blocks in pools:
+        needed = -(-num_tokens // limits.block_size)
+        if needed > num_blocks:
+            raise ResourceExhausted(
+                f"the request needs {needed} KV blocks ({num_tokens} tokens); "
+                f"the whole pool of a {role} worker has {num_blocks}, so it can never run"
+            )
+
+
+# --- fields this version does not support: name → whether it is set to something that would change the output ---
+
+UNSUPPORTED_FIELDS: Mapping[str, Callable[[pb.GenerateRequest], bool]] = MappingProxyType(
+    {
+        "sampling.n": lambda m: m.sampling.HasField("n") and m.sampling.n != 1,
+        "sampling.best_of": lambda m: m.sampling.HasField("best_of") and m.sampling.best_of != 1,
+        "sampling.presence_penalty": lambda m: m.sampling.presence_penalty != 0,
+        "sampling.frequency_penalty": lambda m: m.sampling.frequency_penalty != 0,
+        "sampling.repetition_penalty": lambda m: (
+            m.sampling.HasField("repetition_penalty") and m.sampling.repetition_penalty != 1
+        ),
+        "sampling.logit_bias": lambda m: bool(m.sampling.logit_bias),
+        "sampling.allowed_token_ids": lambda m: bool(m.sampling.allowed_token_ids),
+        "sampling.bad_words": lambda m: bool(m.sampling.bad_words),
+        "response.logprobs": lambda m: m.response.HasField("logprobs"),
+        "response.prompt_logprobs": lambda m: m.response.HasField("prompt_logprobs"),
+        "response.logprob_token_ids": lambda m: bool(m.response.logprob_token_ids),
+        "response.echo": lambda m: m.response.echo,
+        "json_schema": lambda m: m.HasField("json_schema"),
+        "json_object": lambda m: m.HasField("json_object"),
+        "regex": lambda m: m.HasField("regex"),
+        "choice": lambda m: m.HasField("choice"),
+        "grammar": lambda m: m.HasField("grammar"),
+        "structural_tag": lambda m: m.HasField("structural_tag"),
+        "beam_search": lambda m: m.HasField("beam_search"),
+        "truncate_prompt_tokens": lambda m: m.HasField("truncate_prompt_tokens"),
+        "tenant": lambda m: bool(m.tenant),
+        "session_id": lambda m: bool(m.session_id),
+    }
+)
+
+
+def _refuse_unsupported(message: pb.GenerateRequest) -> None:
+    for name, is_set in UNSUPPORTED_FIELDS.items():
+        if is_set(message):
+            raise UnsupportedField(name)
+
+
+# --- one field each ---
+
+
+def _label(label: str) -> str:
+    if len(label) > MAX_REQUEST_ID_CHARS:
+        raise InvalidArgument("request_id", f"has {len(label)} characters; at most {MAX_REQUEST_ID_CHARS}")
+    if not label.isprintable():
+        raise InvalidArgument("request_id", "holds a character that is not printable")
+    return label
+
+
+def _model(name: str, limits: Limits) -> str:
+    if name and name != limits.model:
+        raise NotFound(f"model: there is no model {name!r}; known models: {limits.model}", field="model")
+    return limits.model
+
+
+def _adapter(name: str, limits: Limits) -> str:
+    if name and name not in limits.adapters:
+        known = ", ".join(limits.adapters) or "none"
+        raise NotFound(f"adapter: there is no adapter {name!r}; known adapters: {known}", field="adapter")
+    return name
+
+
+def _tier_rank(tier: str, limits: Limits) -> int:
+    rank = limits.tiers.get(tier)
+    if rank is None:
+        raise InvalidArgument("tier", f"there is no tier {tier!r}; known tiers: {', '.join(limits.tiers)}")
+    return rank
+
+
+def _prompt(message: pb.GenerateRequest, limits: Limits) -> Prompt:
+    match message.WhichOneof("prompt"):
+        case "text":
+            if not message.text:
+                raise InvalidArgument(TEXT_FIELD, "is empty; at least one character is needed")
+            return TextPrompt(message.text)
+        case "token_ids":
+            if not message.token_ids.ids:
+                raise InvalidArgument(TOKENS_FIELD, "is empty; at least one id is needed")
+            return TokenPrompt(_in_vocabulary(TOKENS_FIELD, message.token_ids.ids, limits))
+        case "chat":
+            return _chat(message.chat)
+        case _:
+            raise InvalidArgument(PROMPT_FIELD, "one of text, token_ids and chat must be set")
+
+
+def _chat(chat: pb.Chat) -> ChatPrompt:
+    if not chat.messages:
+        raise InvalidArgument(f"{CHAT_FIELD}.messages", "is empty; at least one message is needed")
+    for index, message in enumerate(chat.messages):
+        if not message.role:
+            raise InvalidArgument(f"{CHAT_FIELD}.messages[{index}].role", "is empty")
+    messages = tuple(ChatMessage(message.role, message.content) for message in chat.messages)
+    return ChatPrompt(messages, _switch(chat, "add_generation_prompt"))
+
+
+def _in_vocabulary(field: str, token_ids: Sequence[int], limits: Limits) -> tuple[int, ...]:
+    ids = tuple(token_ids)
+    if max(ids) >= limits.vocab_size:
+        index = next(index for index, token_id in enumerate(ids) if token_id >= limits.vocab_size)
+        raise InvalidArgument(f"{field}[{index}]", f"{ids[index]} is not in the vocabulary of {limits.vocab_size} ids")
+    return ids
+
+
+def _switch(message: pb.ResponseOptions | pb.Chat, name: str) -> bool:
+    """A boolean whose default is true."""
+    return bool(getattr(message, name)) if message.HasField(name) else True
+
+
+def _finite(field: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise InvalidArgument(field, f"{value} is not a finite number")
+    return value
+
+
+def _temperature(sampling: pb.SamplingOptions) -> float:
+    value = _finite("sampling.temperature", sampling.temperature) if sampling.HasField("temperature") else 1.0
+    if value < 0:
+        raise InvalidArgument("sampling.temperature", f"{value} is below 0")
+    return value
+
+
+def _top_p(sampling: pb.SamplingOptions) -> float:
+    value = _finite("sampling.top_p", sampling.top_p) if sampling.HasField("top_p") else 1.0
+    if not 0 < value <= 1:
+        raise InvalidArgument("sampling.top_p", f"{value} is not above 0 and at most 1")
+    return value
+
+
+def _min_p(sampling: pb.SamplingOptions) -> float:
+    value = _finite("sampling.min_p", sampling.min_p)
+    if not 0 <= value <= 1:
+        raise InvalidArgument("sampling.min_p", f"{value} is not between 0 and 1")
+    return value
+
+
+def _max_tokens(stopping: pb.StoppingOptions, limits: Limits) -> int | None:
+    if not stopping.HasField("max_tokens"):
+        return None
+    if not 1 <= stopping.max_tokens < limits.max_context:
+        raise InvalidArgument(
+            "stopping.max_tokens",
+            f"{stopping.max_tokens} is not between 1 and {limits.max_context - 1} (a context of {limits.max_context})",
+        )
+    return stopping.max_tokens
+
+
+def _min_tokens(stopping: pb.StoppingOptions, limits: Limits) -> int:
+    limit = stopping.max_tokens if stopping.HasField("max_tokens") else limits.max_context - 1
+    if stopping.min_tokens > limit:
+        raise InvalidArgument("stopping.min_tokens", f"{stopping.min_tokens} is above max_tokens, {limit}")
+    return stopping.min_tokens
+
+
+def _stop(stops: Sequence[str]) -> tuple[str, ...]:
+    if len(stops) > MAX_STOP_STRINGS:
+        raise InvalidArgument("stopping.stop", f"has {len(stops)} strings; at most {MAX_STOP_STRINGS}")
+    for index, stop in enumerate(stops):
+        if not stop:
+            raise InvalidArgument(f"stopping.stop[{index}]", "is empty; a stop string has at least one character")
+        if len(stop) > MAX_STOP_STRING_CHARS:
+            raise InvalidArgument(
+                f"stopping.stop[{index}]", f"has {len(stop)} characters; at most {MAX_STOP_STRING_CHARS}"
+            )
+    return tuple(dict.fromkeys(stops))
+
+
+def _stop_token_ids(token_ids: Sequence[int], limits: Limits) -> tuple[int, ...]:
+    if len(token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidArgument("stopping.stop_token_ids", f"has {len(token_ids)} ids; at most {MAX_STOP_TOKEN_IDS}")
+    if not token_ids:
+        return ()
+    return tuple(dict.fromkeys(_in_vocabulary("stopping.stop_token_ids", token_ids, limits)))
+
+
+def _time_limit_s(stopping: pb.StoppingOptions) -> float | None:
+    if not stopping.HasField("time_limit_s"):
+        return None
+    value = _finite("stopping.time_limit_s", stopping.time_limit_s)
+    if value <= 0:
+        raise InvalidArgument("stopping.time_limit_s", f"{value} is not above 0")
+    return value
+
+
+def _cache_salt(salt: str) -> str:
+    num_bytes = len(salt.encode())
+    if num_bytes > MAX_CACHE_SALT_BYTES:
+        raise InvalidArgument("cache.cache_salt", f"has {num_bytes} bytes; at most {MAX_CACHE_SALT_BYTES}")
+    return salt

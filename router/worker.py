@@ -1,0 +1,151 @@
+"""One worker as the router sees it: where it is, what it said last, and whether requests may go there."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvferry.errors import InvalidArgument
+from kvferry.kv_layout import KvLayout
+from kvferry.rpc import RpcChannel
+from kvferry.wire import layout_from_pb
+from proto.kvferry.v1 import inference_pb2, worker_pb2
+
+
+class Role(enum.Enum):
+    """What a worker does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class MemberState(enum.Enum):
+    """Whether requests may go to a worker, as `ListWorkers` shows it."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    DRAINING = "draining"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What all workers of a deployment agree on."""
+
+    model: str
+    vocab_size: int
+    layout: KvLayout
+
+    def differences(self, other: ServedModel) -> tuple[str, ...]:
+        """One line for each value that differs, naming both."""
+        own = (("model", self.model, other.model), ("vocab_size", self.vocab_size, other.vocab_size))
+        lines = [f"{name}: {here} here, {there} there" for name, here, there in own if here != there]
+        return (*lines, *self.layout.differences(other.layout))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """What a worker said last, checked.
+
+    Attributes:
+        worker_id: its name.
+        role: `prefill` or `decode`.
+        epoch: life of its process.
+        served: what it serves.
+        max_context: most tokens of one of its sequences.
+        load: load and counters since its start.
+    """
+
+    worker_id: str
+    role: Role
+    pid: int
+    epoch: int
+    served: ServedModel
+    model_path: str
+    version: str
+    max_context: int
+    draining: bool
+    load: worker_pb2.WorkerLoad
+
+    @classmethod
+    def from_pb(cls, message: worker_pb2.WatchResponse) -> WorkerStatus:
+        """Raises InvalidArgument for a role or layout that cannot be."""
+        roles = {role.value: role for role in Role}
+        if message.role not in roles:
+            raise InvalidArgument("role", f"{message.role!r} is not one of {', '.join(roles)}")
+        offered = message.capabilities
+        return cls(
+            worker_id=message.worker_id,
+            role=roles[message.role],
+            pid=message.pid,
+            epoch=message.epoch,
+            identity=ServedModel(offered.model, offered.vocab_size, layout_from_pb(offered.layout)),
+            model_path=offered.model_path,
+            version=offered.version,
+            max_context=offered.max_context,
+            draining=message.draining,
+            load=message.load,
+        )
+
+
+class Worker:
+    """One configured worker: its channel, its state, and the requests this router runs there.
+
+    Attributes:
+        address: host:port it is reached at; its key in this router.
+        role: what it is configured as.
+        channel: carries requests; traced.
+        num_requests: attempts of this router that hold a call there.
+    """
+
+    def __init__(self, address: str, role: Role, channel: RpcChannel) -> None:
+        self.address = address
+        self.role = role
+        self.channel = channel
+        self.num_requests = 0
+        self.state = MemberState.CONNECTING
+        self.reason = "not reached yet"
+        self.status: WorkerStatus | None = None
+
+    @property
+    def name(self) -> str:
+        """Its own name for people, its address until it told one."""
+        return self.status.worker_id if self.status is not None and self.status.worker_id else self.address
+
+    @property
+    def load(self) -> int:
+        """How busy it is: what this router runs there and what it reports itself."""
+        reported = self.status.load.num_running + self.status.load.num_waiting if self.status is not None else 0
+        return self.num_requests + reported
+
+    @property
+    def num_blocks(self) -> int:
+        return self.status.load.num_blocks if self.status is not None else 0
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Counts one attempt as running there for the length of the block."""
+        self.num_requests += 1
+        try:
+            yield
+        finally:
+            self.num_requests -= 1
+
+    def to_pb(self) -> inference_pb2.WorkerInfo:
+        """The worker as `ListWorkers` shows it."""
+        info = inference_pb2.WorkerInfo(
+            id=self.name,
+            role=self.role.value,
+            address=self.address,
+            state=self.state.value,
+            reason=self.reason,
+            num_requests=self.num_requests,
+        )
+        if self.status is not None:
+            load = self.status.load
+            info.pid = self.status.pid
+            info.num_blocks = load.num_blocks
+            info.num_free_blocks = load.num_free_blocks + load.num_cached_blocks
+        return info

@@ -1,0 +1,16 @@
+"""What every test gets: the event loop the product runs on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+import pytest
+import uvloop
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """uvloop, as in `kvferry.rpc.run`."""
+    return {"uvloop": uvloop.new_event_loop}

@@ -1,0 +1,155 @@
+"""Sources, precedence, refusals and the round trip of the configuration."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvferry.config import Config, EngineConfig, ModelConfig, child_environment, load_config, to_toml
+from kvferry.errors import InvalidArgument, NotFound
+from kvferry.host import memory_limit_bytes, num_cores
+
+
+@pytest.fixture(autouse=True)
+def _empty_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in list(os.environ):
+        if name.startswith("KVFERRY_"):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_defaults_are_the_documented_ones() -> None:
+    config = load_config()
+    assert (config.router.grpc_listen, config.router.http_listen) == ("127.0.0.1:50051", "127.0.0.1:8000")
+    assert config.engine.block_size == 16
+    assert [tier.name for tier in config.tiers] == ["interactive", "standard", "batch"]
+    assert config.default_tier.name == "standard"
+
+
+def test_flags_win_over_environment_over_file_over_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "some.toml"
+    file.write_text("[engine]\nblock_size = 8\nmax_running = 3\nmax_batched_tokens = 100\n")
+    monkeypatch.setenv("KVFERRY_ENGINE__MAX_RUNNING", "4")
+    monkeypatch.setenv("KVFERRY_ENGINE__MAX_BATCHED_TOKENS", "200")
+    config = load_config(file, {"engine": {"max_batched_tokens": 300, "num_blocks": None}})
+    assert (config.engine.block_size, config.engine.max_running, config.engine.max_batched_tokens) == (8, 4, 300)
+    assert config.engine.num_blocks is None
+
+
+def test_file_in_the_working_folder_is_read(tmp_path: Path) -> None:
+    (tmp_path / "kvferry.toml").write_text('[model]\ndtype = "float32"\n')
+    assert load_config().model.dtype == "float32"
+
+
+@pytest.mark.parametrize("text", ["a:1,b:2", "a:1, b:2"])
+def test_addresses_from_the_environment_are_split_at_commas(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("KVFERRY_ROUTER__PREFILL", text)
+    assert load_config().router.prefill == ("a:1", "b:2")
+
+
+def test_tiers_from_the_environment_are_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_TIERS", '[{"name": "only", "rank": 0, "default": true}]')
+    assert load_config().tier("").name == "only"
+
+
+def test_effective_configuration_round_trips(tmp_path: Path) -> None:
+    changed: dict[str, dict[str, object]] = {
+        "router": {"prefill": ("h:1", "h:2"), "max_attempts": 2},
+        "model": {"served_name": 'quote " back\\slash \x7f\n', "cache_dir": tmp_path},
+        "engine": {"num_blocks": 20},
+    }
+    config = load_config(None, changed)
+    file = tmp_path / "effective.toml"
+    file.write_text(to_toml(config))
+    assert load_config(file) == config
+    assert "# kv_memory_bytes is unset" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "words"),
+    [
+        ("[engine]\nblock_sise = 8\n", "engine.block_sise", "engine.block_size"),
+        ("[engin]\nblock_size = 8\n", "engin", "engine"),
+        ("[engine]\nblock_size = 0\n", "engine.block_size", "greater than or equal to 1, got 0"),
+        ("[transfer]\nprogress_timeout_s = nan\n", "transfer.progress_timeout_s", "finite"),
+        ('[model]\ndtype = "int4"\n', "model.dtype", "float32"),
+        ('[[tiers]]\nname = "a"\nrank = 0\n', "configuration", "exactly one must have default"),
+        ('[[tiers]]\nname = "a"\nrank = 0\ndefault = true\nslo = 1\n', "tiers.0.slo", "unknown key"),
+        ("nonsense", "--config", "not valid TOML"),
+    ],
+)
+def test_faults_in_a_file_name_key_and_limit(tmp_path: Path, text: str, field: str, words: str) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text(text)
+    with pytest.raises(InvalidArgument) as caught:
+        load_config(file)
+    assert caught.value.field == field
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["KVFERRY_ENGIN__BLOCK_SIZE", "KVFERRY_ENGINE__BLOCK_SISE", "KVFERRY_BLOCK_SIZE"])
+def test_unknown_variables_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "8")
+    with pytest.raises(InvalidArgument, match=f"{name}: unknown.*KVFERRY_ENGINE__BLOCK_SIZE"):
+        load_config()
+
+
+def test_missing_file_is_named() -> None:
+    with pytest.raises(InvalidArgument, match=r"nowhere\.toml"):
+        load_config(Path("nowhere.toml"))
+
+
+def test_configuration_made_in_code_ignores_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_ENGINE__BLOCK_SIZE", "8")
+    assert Config().engine.block_size == 16
+
+
+def test_replace_validates() -> None:
+    assert Config().replace("engine", num_blocks=9).engine.num_blocks == 9
+    with pytest.raises(InvalidArgument, match=r"engine\.num_blocks"):
+        Config().replace("engine", num_blocks=0)
+
+
+def test_unknown_tier_names_the_known_ones() -> None:
+    with pytest.raises(NotFound, match="interactive, standard, batch"):
+        Config().tier("gold")
+
+
+def test_default_pool_is_an_eighth_of_memory_within_bounds() -> None:
+    gib = 1 << 30
+    engine = EngineConfig()
+    assert engine.pool_bytes(8 * gib) == gib
+    assert engine.pool_bytes(64 * gib) == 2 * gib
+    assert engine.pool_bytes(1 << 20) == 64 << 20
+    assert EngineConfig(kv_memory_bytes=1 << 20).pool_blocks(block_bytes=1 << 16) == 16
+    assert EngineConfig(num_blocks=5).pool_blocks(block_bytes=1 << 16) == 5
+    with pytest.raises(InvalidArgument, match=r"engine\.kv_memory_bytes.*hold 1 blocks"):
+        EngineConfig(kv_memory_bytes=1 << 16).pool_blocks(block_bytes=1 << 16)
+
+
+def test_container_limits_are_honoured(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       1000 kB\nMemFree: 5 kB\n")
+    assert memory_limit_bytes(tmp_path, meminfo) == 1_024_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory_limit_bytes(tmp_path, meminfo) == 1_024_000
+    (tmp_path / "memory.max").write_text("4096\n")
+    assert memory_limit_bytes(tmp_path, meminfo) == 4096
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    assert num_cores(tmp_path) == 1
+
+
+def test_children_get_bounded_threads_and_no_kvferry_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_ENGINE__BLOCK_SIZE", "8")
+    environment = child_environment(num_threads=3)
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["OMP_WAIT_POLICY"] == "passive"
+    assert not any(name.startswith("KVFERRY_") for name in environment)
+
+
+def test_public_name_is_the_last_part_of_a_path() -> None:
+    assert ModelConfig(name="/models/tiny-llama").public_name == "tiny-llama"
+    assert ModelConfig(name="/models/tiny.gguf").public_name == "tiny"
+    assert ModelConfig(name="x", served_name="y").public_name == "y"
