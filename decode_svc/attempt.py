@@ -14,6 +14,7 @@ from engine.loop import EngineLoop
 from engine.outputs import Output
 from engine.runner import Runner
 from kvferry.errors import FailedPrecondition, Unavailable
+from kvferry.stats import ShipCounters
 from kvferry.wire import AttemptId
 from kvtransfer.digest import block_digest
 from kvtransfer.messages import Offer
@@ -29,6 +30,7 @@ class DecodeAttempt:
         engine: the step loop.
         admission: grants; touched on the engine's thread only.
         outputs: the sequence's mailbox.
+        counters: of the worker.
     """
 
     def __init__(
@@ -38,12 +40,14 @@ class DecodeAttempt:
         engine: EngineLoop,
         admission: DecodeAdmission,
         outputs: asyncio.Queue[Output],
+        counters: ShipCounters,
     ) -> None:
         self.id = attempt_id
         self.outputs = outputs
         self._num_tokens = num_tokens
         self._engine = engine
         self._admission = admission
+        self._counters = counters
         self._runner: Runner = engine.core.runner
         self._reservation: Reservation | None = None
         self._grant_made: asyncio.Future[None] | None = None
@@ -88,6 +92,10 @@ class DecodeAttempt:
         is_right = block_digest(self._block(block_index)) == digest
         if is_right:
             self._verified.add(block_index)
+            self._counters.num_blocks += 1
+            self._counters.num_bytes += self._runner.layout.block_bytes
+        else:
+            self._counters.num_nacks += 1
         return is_right
 
     def _block(self, block_index: int) -> memoryview:

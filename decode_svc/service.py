@@ -24,6 +24,7 @@ from engine.outputs import GrantMade
 from engine.specs import sequence_from_spec
 from kvferry.errors import Cancelled, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from kvferry.rpc import HeartbeatWriter, read_with_progress_deadline
+from kvferry.stats import ShipCounters
 from kvferry.tasks import run_until_first
 from kvferry.telemetry import Telemetry
 from kvferry.wire import AttemptId, SequenceSpec, spec_from_pb
@@ -72,6 +73,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
         self._is_alive = is_alive
         self._attempts: dict[AttemptId, DecodeAttempt] = {}
         self._num_arrived = 0
+        self.counters = ShipCounters()
         self.ship_address = ""  # set once the server is bound
 
     @property
@@ -85,7 +87,9 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
             raise NotFound(f"attempt {attempt_id.seq_id} is not registered with worker {self._identity.worker_id}")
         return attempt
 
-    async def Decode(self, _requests: AsyncIterator[worker_pb2.DecodeRequest], context: Context) -> None:  # noqa: N802
+    async def Decode(  # type: ignore[override]  # a coroutine that writes
+        self, _requests: AsyncIterator[worker_pb2.DecodeRequest], context: Context
+    ) -> None:
         received_ns = time.time_ns()
         start = await self._read_start(context)
         timeout_s = start.progress_timeout_s
@@ -122,7 +126,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
         self._num_arrived += 1
         seq_id, arrival = spec.id.seq_id, self._num_arrived
         outputs = self._mailboxes.open(seq_id)
-        attempt = DecodeAttempt(spec.id, len(spec.token_ids), self._engine, self._admission, outputs)
+        attempt = DecodeAttempt(spec.id, len(spec.token_ids), self._engine, self._admission, outputs, self.counters)
         self._attempts[spec.id] = attempt
         sequence = sequence_from_spec(spec, self._engine.core, arrival=arrival)
         try:

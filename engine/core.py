@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.block_manager import BlockManager
-from engine.block_pool import BlockCounts, BlockPool
+from engine.block_pool import BlockPool
 from engine.forward_batch import Sampled, SampleRequest, SequenceSlice
 from engine.outputs import (
     ChunkComputed,
@@ -31,6 +31,7 @@ from engine.scheduler import ScheduledChunk, Scheduler
 from engine.sequence import Sequence, SequenceStatus
 from kvferry.block_hash import hash_root
 from kvferry.errors import Internal, InvalidArgument, ResourceExhausted
+from kvferry.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
@@ -52,20 +53,6 @@ class EngineLimits:
     max_chunk_tokens: int | None = None
     num_watermark_blocks: int = 1
     prefix_caching: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Load now and counters since the start."""
-
-    blocks: BlockCounts
-    num_running: int
-    num_waiting: int
-    num_steps: int
-    num_preemptions: int
-    num_prefill_tokens: int
-    num_cached_tokens: int
-    num_sampled_tokens: int
 
 
 class EngineCore:
@@ -266,8 +253,12 @@ class EngineCore:
     # -- looking ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
+        counts = self.pool.counts
         return EngineStats(
-            blocks=self.pool.counts,
+            num_blocks=self.pool.num_blocks,
+            num_free_blocks=counts.free,
+            num_cached_blocks=counts.cached,
+            num_used_blocks=counts.used,
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
             num_steps=self.num_steps,

@@ -154,7 +154,7 @@ def _read_weights(folder: Path, config: PreTrainedConfig, dtype: str) -> PreTrai
         raise FailedPrecondition(
             f"{folder}: {len(missing)} tensor(s) of the model are in no weight file, the first is {missing[0]}"
         )
-    model.eval()
+    model.eval()  # type: ignore[no-untyped-call]
     return model
 
 

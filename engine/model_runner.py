@@ -29,8 +29,8 @@ class ModelRunner:
         self.layout = self._loaded.layout
         self.max_context = self._loaded.max_context
         self.vocab_size = self._loaded.vocab_size
-        self.num_blocks = config.num_blocks
-        self._cache = PagedKvCache(self.layout, config.num_blocks, config.device)
+        self.num_blocks = config.pool_blocks(self.layout)
+        self._cache = PagedKvCache(self.layout, self.num_blocks, config.device)
 
     def run(self, slices: list[SequenceSlice]) -> list[Sampled | None]:
         """Compute one step: one entry a slice, None where the slice asked for no token."""

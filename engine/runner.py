@@ -7,6 +7,7 @@ either the scripted runner (`engine/scripted.py`, no weights, no torch) or the o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -22,7 +23,7 @@ class RunnerConfig:
     """What a worker's configuration says about its runner.
 
     Attributes:
-        num_blocks: blocks in the pool.
+        num_blocks: blocks in the pool, or a function that is asked with the bytes of one block.
         block_size: tokens in a block.
         dtype: "float32" or "bfloat16", of weights and KV.
         device: only "cpu" so far.
@@ -30,7 +31,7 @@ class RunnerConfig:
         max_context: upper limit on a sequence's tokens; None: what the model's configuration allows.
     """
 
-    num_blocks: int
+    num_blocks: int | Callable[[int], int]
     block_size: int = 16
     dtype: str = "float32"
     device: str = "cpu"
@@ -38,7 +39,7 @@ class RunnerConfig:
     max_context: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "block_size", "num_threads"):
+        for name in ("block_size", "num_threads"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(name, f"{getattr(self, name)} is below the least value, 1")
         if self.dtype not in DTYPE_BYTES:
@@ -47,6 +48,14 @@ class RunnerConfig:
             raise InvalidArgument("device", f"{self.device!r}: only 'cpu' is supported")
         if self.max_context is not None and self.max_context < 1:
             raise InvalidArgument("max_context", f"{self.max_context} is below the least value, 1")
+
+
+    def pool_blocks(self, layout: KvLayout) -> int:
+        """Blocks in the pool for blocks of `layout`; InvalidArgument when there are none."""
+        num_blocks = self.num_blocks if isinstance(self.num_blocks, int) else self.num_blocks(layout.block_bytes)
+        if num_blocks < 1:
+            raise InvalidArgument("num_blocks", f"{num_blocks} is below the least value, 1")
+        return num_blocks
 
 
 class Runner(Protocol):
@@ -83,7 +92,7 @@ def open_runner(folder: Path, config: RunnerConfig) -> Runner:
             the tensor or the property.
     """
     if (folder / SCRIPT_FILE).is_file():
-        return open_scripted_runner(folder, num_blocks=config.num_blocks, block_size=config.block_size)
+        return open_scripted_runner(folder, num_blocks=config.pool_blocks, block_size=config.block_size)
     from engine.model_runner import ModelRunner  # here, not above: torch must not load for scripted runners
 
     return ModelRunner(folder, config)

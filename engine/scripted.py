@@ -85,8 +85,22 @@ def load_script_config(folder: Path) -> ScriptConfig:
         raise FailedPrecondition(f"{path}: {error}") from error
 
 
-def open_scripted_runner(folder: Path, *, num_blocks: int, block_size: int) -> ScriptedRunner:
-    return ScriptedRunner(load_script_config(folder), num_blocks=num_blocks, block_size=block_size)
+def scripted_layout(config: ScriptConfig, block_size: int) -> KvLayout:
+    """Layout of the scripted runner's blocks: a slot is two float32 values, the eight bytes of its digest."""
+    return KvLayout(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=1,
+        block_size=block_size,
+        dtype="float32",
+        model_fingerprint=config.fingerprint,
+    )
+
+
+def open_scripted_runner(folder: Path, *, num_blocks: Callable[[KvLayout], int], block_size: int) -> ScriptedRunner:
+    """The runner of a folder's script file; `num_blocks` is asked with the layout."""
+    config = load_script_config(folder)
+    return ScriptedRunner(config, num_blocks=num_blocks(scripted_layout(config, block_size)), block_size=block_size)
 
 
 def next_slot(previous: bytes, token_id: int) -> bytes:
@@ -149,14 +163,7 @@ class ScriptedRunner:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.config = config
-        self.layout = KvLayout(
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=1,  # two float32 values a token: the eight bytes of a slot
-            block_size=block_size,
-            dtype="float32",
-            model_fingerprint=config.fingerprint,
-        )
+        self.layout = scripted_layout(config, block_size)
         assert self.layout.bytes_per_token == SLOT_BYTES
         self.max_context = config.max_context
         self.vocab_size = config.vocab_size

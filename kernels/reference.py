@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MOST_SCORES = 8 * 1024 * 1024
-"""Most attention scores held at once (32 MiB of float32); longer chunks are computed in pieces."""
+MOST_SCORES = 512 * 1024
+"""Most attention scores held at once: 2 MiB of float32, about a second-level cache; longer chunks go in pieces."""
 
 
 def write_kv(cache: Tensor, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:

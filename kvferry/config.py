@@ -96,6 +96,8 @@ class EngineConfig(_Frozen):
     """Memory of the pool; a part of the machine's or container's memory when unset."""
     max_batched_tokens: int = Field(default=512, ge=1)
     """Token budget of a step."""
+    max_chunk_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of one prompt in a step; the token budget when unset."""
     max_running: int = Field(default=64, ge=1)
     """Sequences in the running batch."""
     max_context: int | None = Field(default=None, ge=2)

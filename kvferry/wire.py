@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvferry.errors import InvalidArgument
 from kvferry.kv_layout import DTYPE_BYTES, KvLayout
 from kvferry.sampling import Finish, FinishKind, SamplingParams
+from kvferry.stats import EngineStats, ShipCounters
 from proto.kvferry.v1 import types_pb2, worker_pb2
 
 _REASONS: dict[FinishKind, types_pb2.FinishReason] = {
@@ -185,4 +186,24 @@ def spec_from_pb(message: worker_pb2.SequenceSpec) -> SequenceSpec:
         cache_salt=message.cache_salt,
         adapter=message.adapter,
         bypass_prefix_cache=message.bypass_prefix_cache,
+    )
+
+
+def load_to_pb(stats: EngineStats, shipped: ShipCounters, *, num_waiting_grants: int = 0) -> worker_pb2.WorkerLoad:
+    """Message of a worker's figures; sequences and grants that wait are one number."""
+    return worker_pb2.WorkerLoad(
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting + num_waiting_grants,
+        num_blocks=stats.num_blocks,
+        num_free_blocks=stats.num_free_blocks,
+        num_cached_blocks=stats.num_cached_blocks,
+        num_used_blocks=stats.num_used_blocks,
+        num_steps=stats.num_steps,
+        num_preemptions=stats.num_preemptions,
+        num_prefill_tokens=stats.num_prefill_tokens,
+        num_cached_tokens=stats.num_cached_tokens,
+        num_sampled_tokens=stats.num_sampled_tokens,
+        num_blocks_shipped=shipped.num_blocks,
+        shipped_bytes=shipped.num_bytes,
+        num_nacks=shipped.num_nacks,
     )

@@ -85,7 +85,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._load = load
         self._is_alive = is_alive
 
-    async def Watch(  # noqa: N802 - the name is the RPC's
+    async def Watch(  # type: ignore[override]  # a coroutine that writes
         self,
         request: worker_pb2.WatchRequest,
         context: ServicerContext[worker_pb2.WatchRequest, worker_pb2.WatchResponse],

@@ -6,7 +6,7 @@ means. `Action`s are performed in the order they are given.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.errors import KvferryError
 from kvferry.sampling import Finish
@@ -130,12 +130,17 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class ChooseWorkers:
-    """Choose a pair for attempt number `attempt`, if possible without the workers in `excluding`."""
+    """Choose a pair for attempt number `attempt`, if possible without the workers in `excluding`.
+
+    `cause` is what ended the attempt before it; `is_resume`: that one had made progress.
+    """
 
     attempt: int
     needs_prefill: bool
     needs_decode: bool
     excluding: frozenset[str]
+    cause: KvferryError | None = field(default=None, compare=False)
+    is_resume: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

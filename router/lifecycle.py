@@ -47,7 +47,7 @@ from router.events import (
     WorkersChosen,
 )
 
-MAX_ATTEMPTS_WITHOUT_PROGRESS = 3
+DEFAULT_MAX_ATTEMPTS = 3
 """Attempts in a row that may fail without a new token; a token resets the count."""
 
 RETRYABLE_ERRORS = (Unavailable, DataLoss, Internal, Cancelled)
@@ -73,10 +73,19 @@ class RequestLifecycle:
         prompt_token_ids: the prompt.
         max_tokens: most output tokens, at least 1.
         local_prefill: there are no prefill workers; decode computes prompts itself.
+        max_attempts: attempts in a row that may fail without a new token.
     """
 
-    def __init__(self, prompt_token_ids: Sequence[int], max_tokens: int, *, local_prefill: bool = False) -> None:
+    def __init__(
+        self,
+        prompt_token_ids: Sequence[int],
+        max_tokens: int,
+        *,
+        local_prefill: bool = False,
+        max_attempts: int = DEFAULT_MAX_ATTEMPTS,
+    ) -> None:
         assert max_tokens >= 1
+        self._max_attempts = max_attempts
         self._prompt = tuple(prompt_token_ids)
         self._max_tokens = max_tokens
         self._local_prefill = local_prefill
@@ -151,7 +160,8 @@ class RequestLifecycle:
         self._finish: Finish | None = None  # reported, perhaps while tokens before it are missing
         self._finish_length = 0  # output tokens there are at that finish
 
-    def _next_attempt(self) -> list[Action]:
+    def _next_attempt(self, cause: KvferryError | None = None) -> list[Action]:
+        is_resume = cause is not None and len(self._output) > self._base_index
         self._begin_attempt()
         self._attempt += 1
         self._phase = Phase.QUEUED
@@ -161,6 +171,8 @@ class RequestLifecycle:
                 needs_prefill=not self._local_prefill,
                 needs_decode=self._local_prefill or self._num_tokens_left > 1,
                 excluding=self._excluding,
+                cause=cause,
+                is_resume=is_resume,
             )
         ]
 
@@ -306,9 +318,9 @@ class RequestLifecycle:
             # A second prefill that fails towards the same decode says that decode cannot be reached from there.
             repeated = self._failures_without_progress > 1 and self._decode_worker is not None
             self._excluding |= blamed | ({self._decode_worker} if repeated and self._decode_worker else set())
-        if self._failures_without_progress >= MAX_ATTEMPTS_WITHOUT_PROGRESS:
+        if self._failures_without_progress >= self._max_attempts:
             return self._fail(error)
-        return [*self._cancel_calls(), *self._next_attempt()]
+        return [*self._cancel_calls(), *self._next_attempt(error)]
 
     def _cancel_calls(self) -> list[Action]:
         cancelled: list[Action] = [self._cancel_prefill()] if self._prefill_open else []

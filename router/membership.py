@@ -20,7 +20,7 @@ from kvferry.errors import KvferryError, Unavailable
 from kvferry.rpc import RpcChannel, read_with_progress_deadline
 from kvferry.telemetry import log_event
 from proto.kvferry.v1 import worker_pb2, worker_pb2_grpc
-from router.worker import Role, Worker, ServedModel, MemberState, WorkerStatus
+from router.worker import MemberState, Role, ServedModel, Worker, WorkerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ class Membership:
         decode: addresses of decode workers.
         progress_timeout_s: silence after which a worker counts as lost.
         max_message_bytes: largest message a worker may send.
+        vocab_size: ids of the router's tokenizer; a worker with another number is refused.
         tracer: for the calls of requests; watching leaves no spans.
     """
 
@@ -46,6 +47,7 @@ class Membership:
         decode: Sequence[str],
         progress_timeout_s: float,
         max_message_bytes: int,
+        vocab_size: int,
         tracer: Tracer,
     ) -> None:
         def worker(address: str, role: Role) -> Worker:
@@ -54,6 +56,7 @@ class Membership:
         self.prefill = tuple(worker(address, Role.PREFILL) for address in dict.fromkeys(prefill))
         self.decode = tuple(worker(address, Role.DECODE) for address in dict.fromkeys(decode))
         self.served: ServedModel | None = None
+        self._vocab_size = vocab_size
         self._progress_timeout_s = progress_timeout_s
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
@@ -132,17 +135,22 @@ class Membership:
     def _take(self, worker: Worker, status: WorkerStatus) -> None:
         worker.status = status
         refusal = self._refusal(worker, status)
+        worker.was_accepted = not refusal
         if refusal:
             self._set(worker, MemberState.REFUSED, refusal)
-        elif status.draining:
+            return
+        self.served = self.served or status.served
+        if status.draining:
             self._set(worker, MemberState.DRAINING, "it finishes what runs")
         else:
-            self.served = self.served or status.served
             self._set(worker, MemberState.READY, "")
 
     def _refusal(self, worker: Worker, status: WorkerStatus) -> str:
         if status.role is not worker.role:
             return f"it is a {status.role.value} worker, configured as {worker.role.value}"
+        num_ids = status.served.vocab_size
+        if num_ids != self._vocab_size:
+            return f"vocab_size: {self._vocab_size} in the router's tokenizer, {num_ids} there"
         differences = self.served.differences(status.served) if self.served is not None else ()
         return f"it differs from this deployment: {'; '.join(differences)}" if differences else ""
 

@@ -81,7 +81,7 @@ class WorkerStatus:
             role=roles[message.role],
             pid=message.pid,
             epoch=message.epoch,
-            identity=ServedModel(offered.model, offered.vocab_size, layout_from_pb(offered.layout)),
+            served=ServedModel(offered.model, offered.vocab_size, layout_from_pb(offered.layout)),
             model_path=offered.model_path,
             version=offered.version,
             max_context=offered.max_context,
@@ -98,6 +98,8 @@ class Worker:
         role: what it is configured as.
         channel: carries requests; traced.
         num_requests: attempts of this router that hold a call there.
+        status: what it said last, None until it said something.
+        was_accepted: that status fits the deployment.
     """
 
     def __init__(self, address: str, role: Role, channel: RpcChannel) -> None:
@@ -108,6 +110,7 @@ class Worker:
         self.state = MemberState.CONNECTING
         self.reason = "not reached yet"
         self.status: WorkerStatus | None = None
+        self.was_accepted = False
 
     @property
     def name(self) -> str:

@@ -1,7 +1,7 @@
 """A channel whose calls carry the trace, raise our errors, and never outlive the block they are used in.
 
-Every streaming call lives in an `async with` that cancels it and ends its span; without that a relay leaks its backend's
-streams. No client interceptors: they break cancellation and leak on long two-way streams.
+Every streaming call lives in an `async with` that cancels it and ends its span; without that a relay leaks its
+backend's streams. No client interceptors: they break cancellation and leak on long two-way streams.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -25,7 +26,6 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.scripted import SCRIPT_FILE, ScriptConfig
 
@@ -57,7 +57,13 @@ def tiny_config(architecture: str) -> PreTrainedConfig:
     mixed_layers = ["sliding_attention", "full_attention", "sliding_attention"]
     gemma = {**grouped, "head_dim": 16, "sliding_window": WINDOW, "layer_types": mixed_layers}
     gemma["tie_word_embeddings"] = False  # tied and scaled up, the input token would win whatever attention says
-    gpt2 = {"vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": NUM_LAYERS, "n_head": 4, "n_positions": MAX_CONTEXT}
+    gpt2: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "n_embd": 64,
+        "n_layer": NUM_LAYERS,
+        "n_head": 4,
+        "n_positions": MAX_CONTEXT,
+    }
     match architecture:
         case "llama":
             return LlamaConfig(**grouped)
@@ -87,7 +93,7 @@ ARCHITECTURES = ("llama", "llama_tied", "qwen2", "qwen3", "mistral", "mixtral", 
 
 def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A float32 model with random weights; equal seeds give equal models."""
-    model: PreTrainedModel = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -96,7 +102,7 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
             else:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model.eval()
+    return model
 
 
 def save_tiny_model(folder: Path, architecture: str, *, seed: int = 0, **save_arguments: Any) -> Path:
@@ -121,6 +127,8 @@ def save_tiny_tokenizer(folder: Path) -> None:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(["<|bos|>", "<|eos|>"])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<|bos|>", eos_token="<|eos|>")
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=core, bos_token="<|bos|>", eos_token="<|eos|>"
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)

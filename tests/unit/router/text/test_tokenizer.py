@@ -86,7 +86,7 @@ def test_optional_files_may_be_absent(tmp_path: Path) -> None:
 
 def test_settings_of_training_do_not_cut_or_pad_prompts(tmp_path: Path) -> None:
     saved = byte_level_tokenizer()
-    saved.enable_truncation(4)
+    saved.enable_truncation(2)
     saved.enable_padding(length=64)
     tokenizer = TextTokenizer.load(write_model_folder(tmp_path, saved))
     assert tokenizer.encode("hello world, again") == byte_level_tokenizer().encode("hello world, again").ids

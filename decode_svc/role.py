@@ -1,0 +1,75 @@
+"""The decode role of a worker process: engine, admission, mailboxes and servicers, wired together."""
+
+from __future__ import annotations
+
+import grpc.aio
+
+from decode_svc.admission import DecodeAdmission
+from decode_svc.attempt import DecodeAttempt
+from decode_svc.service import DecodeServicer
+from engine.mailboxes import Mailboxes
+from engine.opening import MAX_STEP_S, open_core, open_loop
+from kvferry.wire import load_to_pb
+from kvferry.worker_process import WorkerContext, capabilities_of
+from kvtransfer.grpc_transport import ShipServicer
+from kvtransfer.messages import Offer
+from kvtransfer.transport import ReceiveOptions
+from proto.kvferry.v1 import ship_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+
+
+class DecodeRole:
+    """See `kvferry.worker_process.WorkerRole`."""
+
+    services = ("kvferry.v1.DecodeService", "kvferry.v1.ShipService")
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._config = context.config
+        self.core = open_core(context.config)
+        self.admission = DecodeAdmission(self.core)
+        mailboxes = Mailboxes()
+        self.engine = open_loop(self.core, mailboxes.deliver, before_step=self.admission.poll)
+        self.servicer = DecodeServicer(
+            self.engine,
+            self.admission,
+            mailboxes,
+            context.identity,
+            context.state,
+            context.telemetry,
+            self.is_alive,
+        )
+        self.ship_servicer = ShipServicer(
+            layout=self.core.layout,
+            epoch=context.identity.epoch,
+            open_host=self._open_host,
+            options=ReceiveOptions(
+                max_frame_bytes=context.config.transfer.max_frame_bytes, is_alive=self.is_alive
+            ),
+        )
+
+    def _open_host(self, offer: Offer) -> DecodeAttempt:
+        return self.servicer.attempt(offer.id).open_shipment(offer)
+
+    @property
+    def capabilities(self) -> types_pb2.Capabilities:
+        runner = self.core.runner
+        return capabilities_of(
+            self._config, layout=runner.layout, max_context=runner.max_context, vocab_size=runner.vocab_size
+        )
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        worker_pb2_grpc.add_DecodeServiceServicer_to_server(self.servicer, server)
+        ship_pb2_grpc.add_ShipServiceServicer_to_server(self.ship_servicer, server)
+
+    def on_bound(self, address: str) -> None:
+        """Registered attempts are told to be shipped to here."""
+        self.servicer.ship_address = address
+
+    def load(self) -> worker_pb2.WorkerLoad:
+        stats, counters = self.core.stats(), self.servicer.counters
+        return load_to_pb(stats, counters, num_waiting_grants=self.admission.num_waiting)
+
+    def is_alive(self) -> bool:
+        return not self.engine.is_stuck(MAX_STEP_S)
+
+    async def close(self) -> None:
+        self.engine.stop()

@@ -1,0 +1,38 @@
+"""What the commands write: results to standard output, everything else to standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+
+def write(text: str) -> None:
+    """Text as it is, at once, for a stream of tokens or a pipe."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def write_json(value: object) -> None:
+    """One line of JSON."""
+    write(json.dumps(value, ensure_ascii=False) + "\n")
+
+
+def write_table(columns: dict[str, list[str]], title: str | None = None) -> None:
+    """A table; keys are headings, values the cells below them."""
+    table = Table(*columns, title=title, title_justify="left", title_style="bold")
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*row)
+    Console(markup=False, highlight=False).print(table)
+
+
+def note(text: str) -> None:
+    """One line about what is going on."""
+    Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(text)
+
+
+def write_error(message: str) -> None:
+    """The one line that tells why a command failed."""
+    note(f"error: {message}")

@@ -1,0 +1,205 @@
+"""`kvferry generate` and `kvferry chat`: requests from the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Annotated
+
+import typer
+
+from kvferry.cli.console import note, write, write_json
+from kvferry.cli.options import ConfigOption, JsonOption, SetOption, TargetOption, configuration, target_of
+from kvferry.client import ChatMessage, Client, Completion, GenerateOptions, Prompt
+from kvferry.config import Config
+from kvferry.errors import InvalidArgument, KvferryError
+from kvferry.rpc import run
+from kvferry.telemetry import start_telemetry
+
+MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Most output tokens.")]
+Temperature = Annotated[float | None, typer.Option("--temperature", help="0 is greedy.")]
+TopP = Annotated[float | None, typer.Option("--top-p", help="Smallest set of tokens with this probability.")]
+TopK = Annotated[int | None, typer.Option("--top-k", help="Only the k most likely tokens; 0 is off.")]
+MinP = Annotated[float | None, typer.Option("--min-p", help="Least probability relative to the most likely token.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="The same seed gives the same tokens.")]
+Tier = Annotated[str, typer.Option("--tier", help="Latency tier.")]
+Timeout = Annotated[float | None, typer.Option("--timeout", metavar="SECONDS", help="Deadline of the request.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands to `app`."""
+    app.command(
+        "generate", epilog='Example: kvferry generate --max-tokens 20 --temperature 0 "The capital of France is"'
+    )(generate)
+    app.command("chat", epilog='Example: kvferry chat --system "You answer in one sentence."')(chat)
+
+
+def generate(  # noqa: PLR0913 - one parameter an option
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; - reads standard input.")] = None,
+    prompt_token_ids: Annotated[
+        str | None, typer.Option("--prompt-token-ids", metavar="1,2,3", help="Token ids instead of text.")
+    ] = None,
+    target: TargetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole response as one JSON object.")] = False,
+    max_tokens: MaxTokens = None,
+    min_tokens: Annotated[int | None, typer.Option("--min-tokens", help="No end before this many tokens.")] = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    n: Annotated[int | None, typer.Option("--n", help="Number of choices.")] = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends the output; repeatable.")] = None,
+    stop_token_ids: Annotated[
+        str | None, typer.Option("--stop-token-ids", metavar="1,2,3", help="Ids that end the output.")
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of the sequence.")] = False,
+    tier: Tier = "",
+    model: Annotated[str, typer.Option("--model", help="Name of the model; the served one.")] = "",
+    request_id: Annotated[str, typer.Option("--request-id", help="Label in the server's logs.")] = "",
+    timeout_s: Timeout = None,
+    config: ConfigOption = None,
+    settings: SetOption = None,
+) -> None:
+    """Continues a prompt and streams the text."""
+    effective = configuration(config, settings)
+    options = GenerateOptions(
+        prompt=_prompt(prompt, prompt_token_ids),
+        model=model,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        n=n,
+        stop=stop or (),
+        stop_token_ids=_ids("--stop-token-ids", stop_token_ids) if stop_token_ids else (),
+        ignore_eos=True if ignore_eos else None,
+        tier=tier,
+        request_id=request_id,
+    )
+    completion = run(_generate(target_of(target, effective), effective, options, timeout_s, is_quiet=as_json))
+    if as_json:
+        write_json(completion_json(completion))
+
+
+def chat(
+    target: TargetOption = None,
+    system: Annotated[str | None, typer.Option("--system", help="What the assistant is told first.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    tier: Tier = "",
+    config: ConfigOption = None,
+    settings: SetOption = None,
+) -> None:
+    """Talks with the model; an empty line or Ctrl-D ends."""
+    effective = configuration(config, settings)
+    address = target_of(target, effective)
+    messages = [ChatMessage("system", system)] if system else []
+    while line := _read_line():
+        messages.append(ChatMessage("user", line))
+        options = GenerateOptions(
+            prompt=messages, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, tier=tier
+        )
+        try:
+            answer = run(_generate(address, effective, options, None, is_quiet=False))
+        except KeyboardInterrupt:  # ends this answer, not the conversation
+            messages.pop()
+            write("\n")
+            continue
+        messages.append(ChatMessage("assistant", answer.choices[0].text if answer.choices else ""))
+
+
+def completion_json(completion: Completion) -> dict[str, object]:
+    """A response as scripts read it."""
+    started = completion.started
+    return {
+        "id": started.server_request_id,
+        "request_id": started.request_id,
+        "model": started.model,
+        "tier": started.tier,
+        "seed": started.sampling.seed,
+        "choices": [
+            {
+                "index": choice.index,
+                "text": choice.text,
+                "token_ids": choice.token_ids,
+                "finish_reason": choice.finish.kind.value if choice.finish else None,
+                "stop_token_id": choice.finish.token_id if choice.finish else None,
+                "stop_string": choice.finish.stop_string if choice.finish else None,
+            }
+            for choice in completion.choices
+        ],
+        "usage": _fields(completion.usage),
+        "timings": _fields(completion.timings),
+    }
+
+
+async def stream_answer(client: Client, options: GenerateOptions, timeout_s: float | None = None) -> Completion:
+    """Writes the text of the first choice as it comes; returns the whole response."""
+    completion = Completion()
+    async with client.generate(options, timeout_s=timeout_s) as events:
+        async for event in events:
+            completion.add(event)
+            if event.HasField("delta") and event.delta.index == 0 and event.delta.text:
+                write(event.delta.text)
+    completion.check_complete()
+    write("\n")
+    return completion
+
+
+async def _generate(
+    target: str, config: Config, options: GenerateOptions, timeout_s: float | None, *, is_quiet: bool
+) -> Completion:
+    async with _client(target, config) as client:
+        if is_quiet:
+            return await client.complete(options, timeout_s=timeout_s)
+        completion = await stream_answer(client, options, timeout_s)
+    for choice in completion.choices[1:]:
+        write(f"--- choice {choice.index}\n{choice.text}\n")
+    return completion
+
+
+@asynccontextmanager
+async def _client(target: str, config: Config) -> AsyncIterator[Client]:
+    """A client whose spans are the roots of its requests' traces, where traces are exported."""
+    telemetry = start_telemetry(config.telemetry, "client", "cli") if config.telemetry.otlp_endpoint else None
+    try:
+        async with Client(target, tracer=telemetry.tracer if telemetry else None) as client:
+            yield client
+    finally:
+        if telemetry is not None:
+            await telemetry.shutdown()
+
+
+def _prompt(text: str | None, token_ids: str | None) -> Prompt:
+    if (text is None) == (token_ids is None):
+        raise typer.BadParameter("give either PROMPT or --prompt-token-ids")
+    if token_ids is not None:
+        return _ids("--prompt-token-ids", token_ids)
+    return sys.stdin.read() if text == "-" else text or ""
+
+
+def _ids(option: str, text: str) -> Sequence[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise InvalidArgument(option, f"must be numbers separated by commas, got {text[:80]!r}") from error
+
+
+def _read_line() -> str:
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return ""
+
+
+def _fields(message: object) -> dict[str, object]:
+    names = [field.name for field in message.DESCRIPTOR.fields]  # type: ignore[attr-defined]
+    return {name: getattr(message, name) for name in names}

@@ -1,0 +1,57 @@
+"""Options that several commands share, and how they become the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvferry.config import Config, load_config
+from kvferry.errors import InvalidArgument
+
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE.toml", help="Configuration; ./kvferry.toml if it is there.")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Any configuration value, such as engine.block_size=32; repeatable."
+    ),
+]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="Name of a known model, or path of a folder or .gguf file.")
+]
+DtypeOption = Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16.")]
+TargetOption = Annotated[
+    str | None, typer.Option("--target", metavar="HOST:PORT", help="Router; router.grpc_listen of the configuration.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+Overrides = dict[str, dict[str, object]]
+
+
+def configuration(path: Path | None, settings: Sequence[str] | None, flags: Overrides | None = None) -> Config:
+    """The effective configuration; named flags win over `--set`."""
+    overrides: Overrides = {}
+    for setting in settings or ():
+        key, equals, value = setting.partition("=")
+        section, dot, name = key.strip().partition(".")
+        if not equals or not dot:
+            raise InvalidArgument("--set", f"must be SECTION.KEY=VALUE, got {setting!r}")
+        overrides.setdefault(section, {})[name] = value.strip()
+    for section, values in (flags or {}).items():
+        given = {key: value for key, value in values.items() if value is not None}
+        if given:
+            overrides.setdefault(section, {}).update(given)
+    return load_config(path, overrides)
+
+
+def target_of(target: str | None, config: Config) -> str:
+    """Address of the router; raises InvalidArgument when it is not host:port."""
+    chosen = target or config.router.grpc_listen
+    host, _, port = chosen.rpartition(":")
+    if not host or not port.isdigit():
+        raise InvalidArgument("--target", f"must be HOST:PORT, got {chosen!r}")
+    return chosen

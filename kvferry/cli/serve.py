@@ -1,0 +1,128 @@
+"""`kvferry router|prefill|decode`: one process of a cluster, which takes this one's place; `kvferry config`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from kvferry.cli.console import note, write
+from kvferry.cli.options import (
+    ConfigOption,
+    DtypeOption,
+    ModelOption,
+    Overrides,
+    SetOption,
+    configuration,
+)
+from kvferry.config import Config, child_environment, to_toml
+from kvferry.errors import InvalidArgument
+from kvferry.host import num_cores
+from kvferry.model_store import ModelStore
+
+ListenOption = Annotated[
+    str, typer.Option("--listen", metavar="HOST:PORT", help="Address to serve on; port 0 chooses a free one.")
+]
+WorkerIdOption = Annotated[str | None, typer.Option("--worker-id", help="Name in listings, logs and traces.")]
+AddressesOption = Annotated[str | None, typer.Option(metavar="HOST:PORT,…", help="Workers the router sends to.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands to `app`."""
+    app.command(
+        "router", epilog="Example: kvferry router --prefill 10.0.0.1:50061 --decode 10.0.0.2:50062,10.0.0.3:50062"
+    )(router)
+    app.command("prefill", epilog="Example: kvferry prefill --listen 127.0.0.1:50061 --model smollm2-135m-instruct")(
+        prefill
+    )
+    app.command("decode", epilog="Example: kvferry decode --listen 127.0.0.1:50062 --set engine.num_blocks=2000")(
+        decode
+    )
+    app.command("config", epilog="Example: kvferry config --set engine.block_size=32 > kvferry.toml")(show_config)
+
+
+def router(
+    listen: Annotated[str | None, typer.Option("--listen", metavar="HOST:PORT", help="gRPC address.")] = None,
+    http_listen: Annotated[str | None, typer.Option("--http-listen", metavar="HOST:PORT", help="HTTP address.")] = None,
+    prefill: AddressesOption = None,
+    decode: AddressesOption = None,
+    model: ModelOption = None,
+    config: ConfigOption = None,
+    settings: SetOption = None,
+) -> None:
+    """Runs a router: what clients talk to."""
+    addresses: Overrides = {
+        "router": {"grpc_listen": listen, "http_listen": http_listen, "prefill": prefill, "decode": decode}
+    }
+    effective = configuration(config, settings, addresses | {"model": {"name": model}})
+    for role in ("prefill", "decode"):
+        if not getattr(effective.router, role):
+            raise InvalidArgument(f"router.{role}", f"names no worker; give --{role} HOST:PORT")
+    _become("router", _prepared(effective), ["--listen", effective.router.grpc_listen], num_threads=1)
+
+
+def prefill(
+    listen: ListenOption = "127.0.0.1:50061",
+    worker_id: WorkerIdOption = None,
+    model: ModelOption = None,
+    dtype: DtypeOption = None,
+    config: ConfigOption = None,
+    settings: SetOption = None,
+) -> None:
+    """Runs a prefill worker: fills KV blocks and ships them."""
+    _worker("prefill_svc", listen, worker_id or "prefill", configuration(config, settings, _model(model, dtype)))
+
+
+def decode(
+    listen: ListenOption = "127.0.0.1:50062",
+    worker_id: WorkerIdOption = None,
+    model: ModelOption = None,
+    dtype: DtypeOption = None,
+    config: ConfigOption = None,
+    settings: SetOption = None,
+) -> None:
+    """Runs a decode worker: takes KV blocks and streams tokens."""
+    _worker("decode_svc", listen, worker_id or "decode", configuration(config, settings, _model(model, dtype)))
+
+
+def show_config(
+    model: ModelOption = None, dtype: DtypeOption = None, config: ConfigOption = None, settings: SetOption = None
+) -> None:
+    """Prints the effective configuration as TOML: flags over environment over file over defaults."""
+    effective = configuration(config, settings, _model(model, dtype))
+    write(to_toml(effective))
+    if effective.engine.num_blocks is None and effective.engine.kv_memory_bytes is None:
+        write(f"\n# engine.kv_memory_bytes would be {effective.engine.pool_bytes()} on this machine\n")
+
+
+def _model(name: str | None, dtype: str | None) -> Overrides:
+    return {"model": {"name": name, "dtype": dtype}}
+
+
+def _worker(module: str, listen: str, worker_id: str, config: Config) -> NoReturn:
+    threads = config.engine.num_threads or num_cores()
+    effective = _prepared(config).replace("engine", num_threads=threads)
+    _become(module, effective, ["--listen", listen, "--worker-id", worker_id], num_threads=threads)
+
+
+def _prepared(config: Config) -> Config:
+    """With the model's folder filled in."""
+    if config.model.path is not None:
+        return config
+    path = ModelStore(config.model.cache_path).prepare(config.model.name, note)
+    return config.replace("model", path=str(path))
+
+
+def _become(module: str, config: Config, arguments: Sequence[str], num_threads: int) -> NoReturn:
+    """Replaces this process by `python -m module`. The configuration goes through a pipe, so that no file is left."""
+    reader, writer = os.pipe()
+    os.set_inheritable(reader, True)
+    text = to_toml(config).encode()
+    assert len(text) < 1 << 16, "a pipe holds 64 KiB while nobody reads it"
+    os.write(writer, text)
+    os.close(writer)
+    command = [sys.executable, "-m", module, "--config", f"/dev/fd/{reader}", *arguments]
+    os.execve(sys.executable, command, child_environment(num_threads))  # noqa: S606 - a fixed program, no shell

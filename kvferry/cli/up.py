@@ -1,0 +1,163 @@
+"""`kvferry up`: the whole thing on one machine, with a demonstration if wanted."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Annotated
+
+import typer
+
+from kvferry.cli.console import note, write, write_json, write_table
+from kvferry.cli.generate import stream_answer
+from kvferry.cli.options import ConfigOption, DtypeOption, ModelOption, SetOption, configuration
+from kvferry.client import ChatMessage, Client, Completion, GenerateOptions
+from kvferry.cluster import Endpoints, LocalCluster
+from kvferry.config import Config
+from kvferry.model_store import ModelStore
+from kvferry.process import StopSignals
+from kvferry.telemetry import configure_logging
+
+DEMO_QUESTION = "What is the capital of France?"
+DEMO_MAX_TOKENS = 64
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command to `app`."""
+    app.command("up", epilog="Example: kvferry up --prefill 1 --decode 2 --model smollm2-135m-instruct")(up)
+
+
+def up(
+    prefill: Annotated[int, typer.Option("--prefill", min=1, help="Number of prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option("--decode", min=1, help="Number of decode workers.")] = 1,
+    model: ModelOption = None,
+    dtype: DtypeOption = None,
+    grpc_listen: Annotated[str | None, typer.Option("--grpc-listen", metavar="HOST:PORT", help="gRPC address.")] = None,
+    http_listen: Annotated[str | None, typer.Option("--http-listen", metavar="HOST:PORT", help="HTTP address.")] = None,
+    ready_json: Annotated[
+        bool, typer.Option("--ready-json", help="Print one line of JSON once requests can be served.")
+    ] = False,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Answer a sample question and show where the time went.")
+    ] = False,
+    once: Annotated[bool, typer.Option("--once", help="End after the sample question.")] = False,
+    config: ConfigOption = None,
+    settings: SetOption = None,
+) -> None:
+    """Starts a router and its workers on this machine and serves until Ctrl-C."""
+    effective = configuration(
+        config,
+        settings,
+        {
+            "model": {"name": model, "dtype": dtype},
+            "router": {"grpc_listen": grpc_listen, "http_listen": http_listen},
+            "telemetry": _logging_flags(is_demo=demo or once),
+        },
+    )
+    if effective.model.path is None:
+        path = ModelStore(effective.model.cache_path).prepare(effective.model.name, note)
+        effective = effective.replace("model", path=str(path))
+    configure_logging(effective.telemetry, "supervisor")
+    cluster = LocalCluster(effective, num_prefill=prefill, num_decode=decode, relay=note)
+    # asyncio's own loop: it starts children without running any code of ours between fork and exec.
+    asyncio.run(_serve(cluster, effective, ready_json=ready_json, demo=demo or once, once=once))
+
+
+def _logging_flags(*, is_demo: bool) -> dict[str, object]:
+    """Children write to a pipe and cannot see whether a person reads; a demonstration is not to drown in events."""
+    return {
+        "log_format": "logfmt" if sys.stderr.isatty() else None,
+        "log_level": "warning" if is_demo else None,
+    }
+
+
+async def _serve(cluster: LocalCluster, config: Config, *, ready_json: bool, demo: bool, once: bool) -> None:
+    stop = StopSignals().install()
+    serving = asyncio.create_task(_serve_until(cluster, config, stop, ready_json=ready_json, demo=demo, once=once))
+    requested = asyncio.create_task(stop.requested.wait())
+    await asyncio.wait([serving, requested], return_when=asyncio.FIRST_COMPLETED)
+    if not serving.done():
+        hurry = asyncio.create_task(_hurry(cluster, stop))
+        serving.cancel()  # also while starting or answering: leaving the cluster's block ends the children
+        await asyncio.wait([serving])
+        hurry.cancel()
+    requested.cancel()
+    if not serving.cancelled():
+        serving.result()
+
+
+async def _hurry(cluster: LocalCluster, stop: StopSignals) -> None:
+    await stop.hurried.wait()
+    cluster.hurry()
+
+
+async def _serve_until(
+    cluster: LocalCluster, config: Config, stop: StopSignals, *, ready_json: bool, demo: bool, once: bool
+) -> None:
+    note(f"starting {config.model.public_name} ({config.model.dtype})")
+    async with cluster:
+        endpoints = cluster.endpoints
+        if ready_json:
+            write_json(ready_line(config, endpoints))
+        else:
+            _show_endpoints(endpoints)
+        if demo:
+            await _demonstrate(endpoints)
+        if not once:
+            note("serving; Ctrl-C ends")
+            await stop.requested.wait()
+
+
+def ready_line(config: Config, endpoints: Endpoints) -> dict[str, object]:
+    """What `--ready-json` prints."""
+    return {
+        "grpc": endpoints.grpc,
+        "http": endpoints.http,
+        "model": {"name": config.model.public_name, "path": config.model.path},
+        "workers": [
+            {"id": worker.id, "role": worker.role, "pid": worker.pid, "address": worker.address}
+            for worker in endpoints.workers
+        ],
+        "router": {"pid": endpoints.router_pid},
+    }
+
+
+def _show_endpoints(endpoints: Endpoints) -> None:
+    write_table(
+        {
+            "process": ["router", *(worker.id for worker in endpoints.workers)],
+            "pid": [str(endpoints.router_pid), *(str(worker.pid) for worker in endpoints.workers)],
+            "address": [f"{endpoints.grpc}, {endpoints.http}", *(worker.address for worker in endpoints.workers)],
+        }
+    )
+
+
+async def _demonstrate(endpoints: Endpoints) -> None:
+    """Asks the sample question and shows where the time went."""
+    write(f"\n> {DEMO_QUESTION}\n")
+    prompt = [ChatMessage("user", DEMO_QUESTION)]
+    options = GenerateOptions(prompt=prompt, temperature=0.0, max_tokens=DEMO_MAX_TOKENS)
+    async with Client(endpoints.grpc) as client:
+        completion = await stream_answer(client, options)
+    write("\n")
+    write_table(timing_columns(completion))
+
+
+def timing_columns(completion: Completion) -> dict[str, list[str]]:
+    """Where the time of a request went."""
+    timings, num_tokens = completion.timings, completion.usage.completion_tokens
+    after_first = max(0, num_tokens - 1)
+    rate = f"{after_first / timings.decode_s:.1f}" if timings.decode_s > 0 else "-"
+    return {
+        "queue": [_ms(timings.queue_s)],
+        "prefill": [_ms(timings.prefill_s)],
+        "ship": [_ms(timings.ship_s)],
+        "first token": [_ms(timings.time_to_first_token_s)],
+        "decode tokens/s": [rate],
+        "blocks shipped": [f"{timings.num_blocks_shipped} ({timings.shipped_bytes / 1e6:.1f} MB)"],
+        "tokens": [f"{completion.usage.prompt_tokens} in, {num_tokens} out"],
+    }
+
+
+def _ms(duration_s: float) -> str:
+    return f"{duration_s * 1e3:.1f} ms"

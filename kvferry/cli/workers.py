@@ -1,0 +1,52 @@
+"""`kvferry workers`: who serves behind a router."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import typer
+
+from kvferry.cli.console import write_json, write_table
+from kvferry.cli.options import ConfigOption, JsonOption, SetOption, TargetOption, configuration, target_of
+from kvferry.client import Client
+from kvferry.rpc import run
+from proto.kvferry.v1 import inference_pb2
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command to `app`."""
+    app.command("workers", epilog="Example: kvferry workers --target 127.0.0.1:50051 --json")(workers)
+
+
+def workers(
+    target: TargetOption = None,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    settings: SetOption = None,
+) -> None:
+    """Lists the workers of a router and their state."""
+    found = run(_ask(target_of(target, configuration(config, settings))))
+    if as_json:
+        write_json([worker_json(worker) for worker in found])
+        return
+    write_table(
+        {
+            "id": [worker.id for worker in found],
+            "role": [worker.role for worker in found],
+            "state": [f"{worker.state}: {worker.reason}" if worker.reason else worker.state for worker in found],
+            "pid": [str(worker.pid) for worker in found],
+            "address": [worker.address for worker in found],
+            "requests": [str(worker.num_requests) for worker in found],
+            "free blocks": [f"{worker.num_free_blocks} of {worker.num_blocks}" for worker in found],
+        }
+    )
+
+
+def worker_json(worker: inference_pb2.WorkerInfo) -> dict[str, object]:
+    """A worker as scripts read it: id, role, pid, address, and the rest of what the router knows."""
+    return {field.name: getattr(worker, field.name) for field in worker.DESCRIPTOR.fields}
+
+
+async def _ask(target: str) -> Sequence[inference_pb2.WorkerInfo]:
+    async with Client(target) as client:
+        return await client.workers()

@@ -1,0 +1,219 @@
+"""The public Python client.
+
+    async with Client("127.0.0.1:50051") as client:
+        completion = await client.complete(GenerateOptions(prompt="Once upon", max_tokens=20))
+        async with client.generate(GenerateOptions(prompt=[ChatMessage("user", "Hello")])) as events:
+            async for event in events:          # messages as documented in proto/kvferry/v1/inference.proto
+                print(event.delta.text, end="")
+
+Leaving the block cancels the request, wherever it is. Errors are those of `kvferry.errors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from opentelemetry.trace import Tracer
+
+from kvferry.errors import DataLoss, InvalidArgument
+from kvferry.rpc import RpcChannel
+from kvferry.sampling import Finish
+from kvferry.wire import finish_from_pb
+from proto.kvferry.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+
+MAX_RESPONSE_BYTES = 64 << 20
+"""A message with logprobs of a long prompt is large."""
+CONTROL_TIMEOUT_S = 10.0
+"""For calls that only ask."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a conversation."""
+
+    role: str
+    content: str
+
+
+Prompt = str | Sequence[int] | Sequence[ChatMessage]
+"""Text, token ids, or a conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """One request. None leaves a value to the server's default, which `Started` echoes."""
+
+    prompt: Prompt
+    model: str = ""
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    time_limit_s: float | None = None
+    tier: str = ""
+    request_id: str = ""
+
+    def to_pb(self) -> inference_pb2.GenerateRequest:
+        """The message; raises InvalidArgument for a value its field cannot hold."""
+        request = inference_pb2.GenerateRequest(model=self.model, tier=self.tier, request_id=self.request_id)
+        _set_prompt(request, self.prompt)
+        for part, names in ((request.sampling, _SAMPLING_FIELDS), (request.stopping, _STOPPING_FIELDS)):
+            for name in names:
+                _set(part, name, getattr(self, name))
+        _extend(request.stopping.stop, "stop", self.stop)
+        _extend(request.stopping.stop_token_ids, "stop_token_ids", self.stop_token_ids)
+        return request
+
+
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed", "n")
+_STOPPING_FIELDS = ("max_tokens", "min_tokens", "include_stop_str_in_output", "ignore_eos", "time_limit_s")
+
+
+def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        _set(request, "text", prompt)
+    elif prompt and isinstance(prompt[0], ChatMessage):
+        messages = [
+            inference_pb2.ChatMessage(role=m.role, content=m.content) for m in prompt if isinstance(m, ChatMessage)
+        ]
+        request.chat.CopyFrom(inference_pb2.Chat(messages=messages))
+    else:
+        request.token_ids.SetInParent()
+        _extend(request.token_ids.ids, "token_ids", prompt)
+
+
+def _set(message: Any, name: str, value: object) -> None:
+    if value is None:
+        return
+    try:
+        setattr(message, name, value)
+    except (ValueError, TypeError, UnicodeError) as error:
+        raise InvalidArgument(name, f"cannot be {value!r:.80}: {error}") from error
+
+
+def _extend(target: Any, name: str, values: Sequence[object]) -> None:
+    try:
+        target.extend(values)
+    except (ValueError, TypeError, UnicodeError) as error:
+        raise InvalidArgument(name, f"holds a value it cannot: {error}") from error
+
+
+@dataclass(slots=True)
+class Choice:
+    """One output, complete once `finish` is set."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: Finish | None = None
+
+
+@dataclass(slots=True)
+class Completion:
+    """A whole response, gathered from its events."""
+
+    started: inference_pb2.Started = field(default_factory=inference_pb2.Started)
+    choices: list[Choice] = field(default_factory=list)
+    usage: inference_pb2.Usage = field(default_factory=inference_pb2.Usage)
+    timings: inference_pb2.Timings = field(default_factory=inference_pb2.Timings)
+    is_complete: bool = False
+
+    def add(self, event: inference_pb2.GenerateResponse) -> None:
+        """Takes the next event; raises DataLoss when tokens are missing, doubled or out of order."""
+        match event.WhichOneof("event"):
+            case "started":
+                self.started = event.started
+            case "delta":
+                self._add_delta(event.delta)
+            case "finish":
+                choice = self._choice(event.finish.index)
+                choice.finish = finish_from_pb(event.finish.finish)
+                self._check_count(choice, event.finish.num_output_tokens)
+            case "completed":
+                self.usage, self.timings = event.completed.usage, event.completed.timings
+                self.is_complete = True
+
+    def check_complete(self) -> None:
+        """Raises DataLoss when the stream ended before its last event."""
+        if not self.is_complete:
+            raise DataLoss("the stream ended without its last message")
+
+    def _add_delta(self, delta: inference_pb2.ChoiceDelta) -> None:
+        choice = self._choice(delta.index)
+        if delta.token_ids and delta.token_index != len(choice.token_ids):
+            raise DataLoss(f"choice {delta.index}: token {delta.token_index} came after {len(choice.token_ids)} tokens")
+        choice.token_ids.extend(delta.token_ids)
+        choice.text += delta.text
+
+    def _check_count(self, choice: Choice, num_output_tokens: int) -> None:
+        if choice.token_ids and len(choice.token_ids) != num_output_tokens:
+            raise DataLoss(f"choice {choice.index}: {len(choice.token_ids)} tokens came, {num_output_tokens} were made")
+
+    def _choice(self, index: int) -> Choice:
+        while len(self.choices) <= index:
+            self.choices.append(Choice(len(self.choices)))
+        return self.choices[index]
+
+
+class Client:
+    """A connection to a router at `target` (host:port)."""
+
+    def __init__(self, target: str, *, tracer: Tracer | None = None) -> None:
+        self._channel = RpcChannel(target, tracer=tracer, max_message_bytes=MAX_RESPONSE_BYTES)
+        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel.grpc)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connection; running requests are cancelled."""
+        await self._channel.close()
+
+    @asynccontextmanager
+    async def generate(
+        self, options: GenerateOptions, *, timeout_s: float | None = None
+    ) -> AsyncIterator[AsyncIterator[inference_pb2.GenerateResponse]]:
+        """Streams the events of one request; `timeout_s` is its deadline. Leaving the block cancels it."""
+        async with self._channel.stream(self._stub.Generate, options.to_pb(), timeout_s=timeout_s) as call:
+            yield aiter(call)
+
+    async def complete(self, options: GenerateOptions, *, timeout_s: float | None = None) -> Completion:
+        """The whole response of one request."""
+        completion = Completion()
+        async with self.generate(options, timeout_s=timeout_s) as events:
+            async for event in events:
+                completion.add(event)
+        completion.check_complete()
+        return completion
+
+    async def abort(self, *request_ids: str) -> Sequence[str]:
+        """Ends requests by the server's id or the caller's label; returns the ids found running."""
+        request = inference_pb2.AbortRequest(request_ids=request_ids)
+        response = await self._channel.unary(self._stub.Abort, request, timeout_s=CONTROL_TIMEOUT_S)
+        return tuple(response.aborted_request_ids)
+
+    async def capabilities(self) -> types_pb2.Capabilities:
+        """Model, limits, layout and versions."""
+        request = inference_pb2.GetCapabilitiesRequest()
+        response = await self._channel.unary(self._stub.GetCapabilities, request, timeout_s=CONTROL_TIMEOUT_S)
+        return response.capabilities
+
+    async def workers(self) -> Sequence[inference_pb2.WorkerInfo]:
+        """The workers behind the router and their state."""
+        request = inference_pb2.ListWorkersRequest()
+        response = await self._channel.unary(self._stub.ListWorkers, request, timeout_s=CONTROL_TIMEOUT_S)
+        return tuple(response.workers)

@@ -1,0 +1,189 @@
+"""Router and workers of one machine as child processes: what `kvferry up` and tests start.
+
+    async with LocalCluster(config, num_prefill=1, num_decode=1, relay=…) as cluster:
+        cluster.endpoints.grpc          # requests can be served from here on
+
+Workers start first and at the same time, each ready only after a warm-up step; then the router, and then we wait until
+it has accepted every worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from kvferry.config import Config, to_toml
+from kvferry.errors import FailedPrecondition, KvferryError, Unavailable
+from kvferry.host import num_cores
+from kvferry.supervisor import WORKER_NICENESS, Child, ChildSpec, Supervisor
+
+POLL_INTERVAL_S = 0.05
+MODULES = {"prefill": "prefill_svc", "decode": "decode_svc"}
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One worker process of the cluster."""
+
+    id: str
+    role: str
+    pid: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Where the cluster is reached."""
+
+    grpc: str
+    http: str
+    router_pid: int
+    workers: tuple[Worker, ...]
+
+
+class LocalCluster:
+    """A router, `num_prefill` prefill and `num_decode` decode workers, supervised.
+
+    `config.model.path` must be set. Entering raises the error of the first process that fails; leaving ends all.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        num_prefill: int = 1,
+        num_decode: int = 1,
+        relay: Callable[[str], None] = lambda line: None,
+        ready_timeout_s: float = 300.0,
+    ) -> None:
+        assert config.model.path is not None
+        num_engines = num_prefill + num_decode
+        self._num_threads = config.engine.num_threads or max(1, num_cores() // num_engines)
+        self._config = config.replace("engine", num_threads=self._num_threads)
+        self._roles = ["prefill"] * num_prefill + ["decode"] * num_decode
+        self._ready_timeout_s = ready_timeout_s
+        self._supervisor = Supervisor(
+            ready_timeout_s=ready_timeout_s, grace_s=config.shutdown.grace_s + STOP_MARGIN_S, relay=relay
+        )
+        self._workers: list[tuple[str, Child]] = []
+        self._router: Child | None = None
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    def hurry(self) -> None:
+        """Cuts the grace period of the children short."""
+        self._supervisor.hurry()
+
+    @property
+    def endpoints(self) -> Endpoints:
+        """Addresses and process ids as they are now (a restarted worker has another pid)."""
+        assert self._router is not None
+        workers = (Worker(child.spec.name, role, child.pid, child.address) for role, child in self._workers)
+        http = str(self._router.ready.get("http", f"http://{self._config.router.http_listen}"))
+        return Endpoints(self._router.address, http, self._router.pid, tuple(workers))
+
+    async def _start(self) -> None:
+        for listen in (self._config.router.grpc_listen, self._config.router.http_listen):
+            check_can_listen(listen)  # at once, not after the models are loaded
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-")))
+        await self._stack.enter_async_context(self._supervisor)
+        file = _write(folder / "worker.toml", self._config)
+        starts = [asyncio.create_task(self._start_worker(role, index, file)) for index, role in self._numbered_roles()]
+        self._workers = await _all_or_first_error(starts)
+        addresses = {role: tuple(child.address for kind, child in self._workers if kind == role) for role in MODULES}
+        router_config = self._config.replace("router", **addresses)
+        file = _write(folder / "router.toml", router_config)
+        self._router = await self._supervisor.start(
+            ChildSpec("router", "router", ["--config", str(file)], listen=self._config.router.grpc_listen)
+        )
+        await self._wait_accepted(self._router.address)
+
+    def _numbered_roles(self) -> list[tuple[int, str]]:
+        return [(self._roles[:place].count(role), role) for place, role in enumerate(self._roles)]
+
+    async def _start_worker(self, role: str, index: int, file: Path) -> tuple[str, Child]:
+        name = f"{role}-{index}"
+        spec = ChildSpec(
+            name,
+            MODULES[role],
+            ["--config", str(file), "--worker-id", name],
+            num_threads=self._num_threads,
+            niceness=WORKER_NICENESS,
+        )
+        return role, await self._supervisor.start(spec)
+
+    async def _wait_accepted(self, router: str) -> None:
+        """Until the router calls every worker ready; raises FailedPrecondition for one that it refuses."""
+        from kvferry.client import Client  # only the parent of a cluster needs it, and it loads the protos
+
+        problem = "nothing yet"
+        try:
+            async with asyncio.timeout(self._ready_timeout_s), Client(router) as client:
+                while True:
+                    try:
+                        workers = await client.workers()
+                    except KvferryError as error:
+                        problem = error.message
+                        await asyncio.sleep(POLL_INTERVAL_S)
+                        continue
+                    for worker in workers:
+                        if worker.state == "refused":
+                            raise FailedPrecondition(f"the router refuses worker {worker.id}: {worker.reason}")
+                    waiting = [f"{worker.address} is {worker.state}" for worker in workers if worker.state != "ready"]
+                    if not waiting and len(workers) == len(self._workers):
+                        return
+                    problem = "; ".join(waiting)
+                    await asyncio.sleep(POLL_INTERVAL_S)
+        except TimeoutError:
+            raise Unavailable(f"the router is not ready after {self._ready_timeout_s:g} s: {problem}") from None
+
+
+STOP_MARGIN_S = 5.0
+"""Children end within their own grace period; this much later they are killed."""
+
+
+def check_can_listen(listen: str) -> None:
+    """Raises FailedPrecondition when host:port is taken or not ours."""
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdigit():
+        raise FailedPrecondition(f"listen address {listen!r} must be host:port", field="listen")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed connection's rest does not count
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        raise FailedPrecondition(f"cannot listen on {listen}: {error.strerror or error}", field="listen") from error
+
+
+async def _all_or_first_error(
+    tasks: Sequence[asyncio.Task[tuple[str, Child]]],
+) -> list[tuple[str, Child]]:
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _write(file: Path, config: Config) -> Path:
+    file.write_text(to_toml(config), encoding="utf-8")
+    return file

@@ -1,0 +1,247 @@
+"""Child processes of `kvferry up`: started, waited for, restarted, ended with their parent.
+
+    async with Supervisor(...) as supervisor:
+        child = await supervisor.start(ChildSpec("decode-0", "decode_svc", [...], num_threads=1))
+        …                                   # a child that dies is started again, after a growing pause
+                                            # leaving the block drains all of them: SIGTERM, grace, SIGKILL by pid
+
+A child says that it serves by one JSON line on standard output, `{"ready": true, "address": "host:port", …}`. Its
+standard input is a pipe that only this process holds, so it notices our death however that comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from kvferry.config import child_environment
+from kvferry.errors import FailedPrecondition, Unavailable
+from kvferry.telemetry import log_event
+
+logger = logging.getLogger(__name__)
+
+WORKER_NICENESS = 10
+"""Workers yield to the router, whose lateness every client sees."""
+MIN_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 10.0
+STEADY_AFTER_S = 30.0
+"""A child that lived this long is restarted without delay again."""
+NUM_KEPT_LINES = 20
+"""Last lines of a child's standard error, shown when it fails."""
+MAX_LINE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """How to start one child: `python -m module arguments… --listen listen`."""
+
+    name: str
+    module: str
+    arguments: Sequence[str] = ()
+    listen: str = "127.0.0.1:0"
+    num_threads: int = 1
+    niceness: int = 0
+
+    def command(self, listen: str) -> list[str]:
+        launcher = [sys.executable, "-m", "kvferry.process", "--child", "--nice", str(self.niceness), self.module]
+        return [*launcher, *self.arguments, "--listen", listen]
+
+
+@dataclass(slots=True)
+class Child:
+    """One supervised child over all its lives. `ready` is its latest ready line."""
+
+    spec: ChildSpec
+    process: asyncio.subprocess.Process
+    ready: Mapping[str, Any] = field(default_factory=dict)
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_KEPT_LINES))
+    num_restarts: int = 0
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def address(self) -> str:
+        return str(self.ready["address"])
+
+
+class Supervisor:
+    """Owns the children. `relay` gets every line they write to standard error (or to standard output after the ready
+    line)."""
+
+    def __init__(
+        self,
+        *,
+        ready_timeout_s: float = 120.0,
+        grace_s: float = 30.0,
+        relay: Callable[[str], None] = lambda line: None,
+        min_backoff_s: float = MIN_BACKOFF_S,
+    ) -> None:
+        self._ready_timeout_s = ready_timeout_s
+        self._grace_s = grace_s
+        self._relay = relay
+        self._min_backoff_s = min_backoff_s
+        self._children: list[Child] = []
+        self._watchers: list[asyncio.Task[None]] = []
+        self._readers: set[asyncio.Task[None]] = set()
+        self._hurry = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    @property
+    def children(self) -> Sequence[Child]:
+        return tuple(self._children)
+
+    async def start(self, spec: ChildSpec) -> Child:
+        """Starts a child and waits until it is ready; from then on it is restarted whenever it ends.
+
+        Raises FailedPrecondition with its last lines when it ends first, Unavailable when it takes too long.
+        """
+        child = Child(spec, await _spawn(spec, spec.listen))
+        self._children.append(child)
+        await self._wait_ready(child)
+        self._watchers.append(asyncio.create_task(self._keep_alive(child), name=f"watch-{spec.name}"))
+        return child
+
+    def hurry(self) -> None:
+        """Cuts the grace period of a running `stop` short."""
+        self._hurry.set()
+
+    async def stop(self) -> None:
+        """SIGTERM to every child, the grace period, then SIGKILL to those that are left."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        running = [child for child in self._children if child.process.returncode is None]
+        for child in running:
+            _signal(child, signal.SIGTERM)
+        if running:
+            await self._wait_ended(running)
+        for task in list(self._readers):
+            task.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+
+    async def _wait_ended(self, running: Sequence[Child]) -> None:
+        ended = asyncio.gather(*(child.process.wait() for child in running))
+        hurry = asyncio.ensure_future(self._hurry.wait())
+        either: list[asyncio.Future[Any]] = [ended, hurry]
+        await asyncio.wait(either, timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        for child in running:
+            if child.process.returncode is None:
+                log_event(logger, "child_killed", level=logging.WARNING, child=child.spec.name, pid=child.pid)
+                _signal(child, signal.SIGKILL)
+        await ended
+
+    async def _keep_alive(self, child: Child) -> None:
+        """Restarts `child` for ever, on the address it had, so that its router finds it again."""
+        backoff_s = self._min_backoff_s
+        loop = asyncio.get_running_loop()
+        while True:
+            started_s = loop.time()
+            code = await child.process.wait()
+            backoff_s = self._min_backoff_s if loop.time() - started_s > STEADY_AFTER_S else backoff_s
+            log_event(
+                logger,
+                "child_ended",
+                level=logging.WARNING,
+                child=child.spec.name,
+                pid=child.pid,
+                exit_code=code,
+                restart_in_s=backoff_s,
+            )
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            child.process = await _spawn(child.spec, child.address)
+            child.num_restarts += 1
+            try:
+                await self._wait_ready(child)
+            except (FailedPrecondition, Unavailable) as error:
+                log_event(logger, "child_failed", level=logging.ERROR, child=child.spec.name, error=error.message)
+                _signal(child, signal.SIGKILL)
+
+    async def _wait_ready(self, child: Child) -> None:
+        child.last_lines.clear()
+        errors = self._read_on(_relay_lines(child.process.stderr, child, self._relay))
+        try:
+            async with asyncio.timeout(self._ready_timeout_s):
+                ready = await _read_ready_line(child, self._relay)
+        except TimeoutError:
+            _signal(child, signal.SIGKILL)
+            await child.process.wait()
+            await asyncio.wait([errors])
+            raise Unavailable(
+                f"{child.spec.name} was not ready after {self._ready_timeout_s:g} s{_tail(child)}"
+            ) from None
+        if ready is None:
+            code = await child.process.wait()
+            await asyncio.wait([errors])
+            raise FailedPrecondition(f"{child.spec.name} ended with exit code {code} before it was ready{_tail(child)}")
+        child.ready = ready
+        log_event(logger, "child_ready", child=child.spec.name, pid=child.pid, address=child.address)
+        self._read_on(_relay_lines(child.process.stdout, child, self._relay))
+
+    def _read_on(self, reading: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.create_task(reading)
+        self._readers.add(task)
+        task.add_done_callback(self._readers.discard)
+        return task
+
+
+async def _spawn(spec: ChildSpec, listen: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *spec.command(listen),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=child_environment(spec.num_threads),
+        limit=MAX_LINE_BYTES,
+    )
+
+
+async def _read_ready_line(child: Child, relay: Callable[[str], None]) -> Mapping[str, Any] | None:
+    """The ready line; None when standard output ends without one. Other lines are relayed."""
+    assert child.process.stdout is not None
+    while line := await child.process.stdout.readline():
+        text = line.decode(errors="replace").rstrip()
+        with suppress(ValueError):
+            message = json.loads(text)
+            if isinstance(message, dict) and message.get("ready") is True and "address" in message:
+                return message
+        relay(text)
+    return None
+
+
+async def _relay_lines(stream: asyncio.StreamReader | None, child: Child, relay: Callable[[str], None]) -> None:
+    assert stream is not None
+    while line := await stream.readline():
+        text = line.decode(errors="replace").rstrip()
+        child.last_lines.append(text)
+        relay(text)
+
+
+def _tail(child: Child) -> str:
+    """What the child said last; its own one-line error where it gave one."""
+    lines = list(child.last_lines)
+    plain = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if plain:
+        return f": {plain[-1]}"
+    return "".join(f"\n  {line}" for line in lines)
+
+
+def _signal(child: Child, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        child.process.send_signal(number)

@@ -1,0 +1,161 @@
+"""A worker process from start to end, the same for both roles; what differs is a `WorkerRole`.
+
+    configuration ─► model loaded, warm-up step ─► port bound ─► ready line ─► … ─► SIGTERM: drain ─► exit code 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import grpc.aio
+
+from kvferry import __version__
+from kvferry.config import Config, load_config
+from kvferry.errors import KvferryError
+from kvferry.kv_layout import KvLayout
+from kvferry.process import StopSignals, print_ready
+from kvferry.rpc import RpcServer, run
+from kvferry.telemetry import Telemetry, configure_logging, log_event, start_telemetry
+from kvferry.wire import layout_to_pb
+from kvferry.worker import WorkerIdentity, WorkerServicer, WorkerState
+from proto.kvferry.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+WORKER_SERVICE = "kvferry.v1.WorkerService"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerContext:
+    """What a role is opened with."""
+
+    config: Config
+    identity: WorkerIdentity
+    state: WorkerState
+    telemetry: Telemetry
+
+
+class WorkerRole(Protocol):
+    """One role, open and warmed up."""
+
+    @property
+    def services(self) -> tuple[str, ...]:
+        """Full names of its gRPC services."""
+
+    @property
+    def capabilities(self) -> types_pb2.Capabilities: ...
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Adds its servicers."""
+
+    def on_bound(self, address: str) -> None:
+        """Learns where peers reach it."""
+
+    def load(self) -> worker_pb2.WorkerLoad: ...
+
+    def is_alive(self) -> bool:
+        """False while its step loop is stuck."""
+
+    async def close(self) -> None:
+        """Ends its threads and channels."""
+
+
+OpenRole = Callable[[WorkerContext], WorkerRole]
+
+
+def capabilities_of(config: Config, *, layout: KvLayout, max_context: int, vocab_size: int) -> types_pb2.Capabilities:
+    """What a worker tells routers about its model."""
+    return types_pb2.Capabilities(
+        model=config.model.public_name,
+        model_path=config.model.path or "",
+        max_context=max_context,
+        vocab_size=vocab_size,
+        layout=layout_to_pb(layout),
+        version=__version__,
+    )
+
+
+def main(role: str, open_role: OpenRole) -> None:
+    """Entry point of `python -m prefill_svc` and `python -m decode_svc`."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {role}_svc",
+        description=f"The {role} worker. Usually started by `kvferry up` or `kvferry {role}`.",
+        epilog=f"example: python -m {role}_svc --config kvferry.toml --listen 127.0.0.1:0 --worker-id {role}-0",
+    )
+    parser.add_argument("--config", type=Path, help="TOML file with the whole configuration")
+    parser.add_argument("--listen", default="127.0.0.1:0", help="host:port to listen on; port 0 for any")
+    parser.add_argument("--advertise", help="host:port that peers reach this worker at; default: where it listens")
+    parser.add_argument("--worker-id", default=f"{role}-0", help="name in logs, traces and `kvferry workers`")
+    options = parser.parse_args()
+    try:
+        config = load_config(options.config)
+        configure_logging(config.telemetry, role, options.worker_id)
+        run(_serve(role, open_role, config, options.listen, options.advertise, options.worker_id))
+    except KvferryError as error:
+        sys.exit(f"error: {error.message}")
+
+
+async def _serve(
+    role: str, open_role: OpenRole, config: Config, listen: str, advertise: str | None, worker_id: str
+) -> None:
+    signals = StopSignals().install()
+    telemetry = start_telemetry(config.telemetry, role, worker_id)
+    worker = await start_worker(
+        role, open_role, config, listen, advertise=advertise, worker_id=worker_id, telemetry=telemetry
+    )
+    print_ready(address=worker.address, epoch=worker.context.identity.epoch)
+    await signals.requested.wait()
+    log_event(logger, "draining", grace_s=config.shutdown.grace_s)
+    worker.context.state.drain()
+    await worker.server.drain(config.shutdown.grace_s, signals.hurried)
+    await worker.role.close()
+    await telemetry.shutdown()
+    log_event(logger, "stopped")
+
+
+@dataclass(frozen=True, slots=True)
+class RunningWorker:
+    """A worker that serves."""
+
+    context: WorkerContext
+    role: WorkerRole
+    server: RpcServer
+    address: str
+
+    async def stop(self) -> None:
+        """Ends at once, without draining."""
+        await self.server.drain(0.0)
+        await self.role.close()
+
+
+async def start_worker(
+    role: str,
+    open_role: OpenRole,
+    config: Config,
+    listen: str,
+    *,
+    worker_id: str,
+    telemetry: Telemetry,
+    advertise: str | None = None,
+) -> RunningWorker:
+    """Opens the role and serves it; also how tests run workers in one process."""
+    context = WorkerContext(config, WorkerIdentity.new(worker_id, role), WorkerState(), telemetry)
+    opened = open_role(context)
+    server = RpcServer(tracer=telemetry.tracer, background_methods=frozenset({"Watch"}))
+    opened.add_to(server.grpc)
+    servicer = WorkerServicer(context.identity, context.state, opened.capabilities, opened.load, opened.is_alive)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
+    try:
+        address = await server.start(listen, (*opened.services, WORKER_SERVICE))
+    except BaseException:
+        await opened.close()
+        raise
+    opened.on_bound(advertise or address)
+    log_event(logger, "serving", address=address, model=config.model.public_name, epoch=context.identity.epoch)
+    return RunningWorker(context, opened, server, advertise or address)

@@ -1,0 +1,64 @@
+"""The prefill role of a worker process: engine, mailboxes, channels and servicer, wired together."""
+
+from __future__ import annotations
+
+import grpc.aio
+
+from engine.mailboxes import Mailboxes
+from engine.opening import MAX_STEP_S, open_core, open_loop
+from kvferry.wire import load_to_pb
+from kvferry.worker_process import WorkerContext, capabilities_of
+from kvtransfer.faults import NO_FAULTS, Faults
+from kvtransfer.transport import SendOptions
+from prefill_svc.peers import DecodePeers
+from prefill_svc.service import PrefillServicer
+from proto.kvferry.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+
+
+class PrefillRole:
+    """See `kvferry.worker_process.WorkerRole`; `faults` are committed on purpose, for tests."""
+
+    services = ("kvferry.v1.PrefillService",)
+
+    def __init__(self, context: WorkerContext, faults: Faults = NO_FAULTS) -> None:
+        self._config = context.config
+        self.core = open_core(context.config)
+        mailboxes = Mailboxes()
+        self.engine = open_loop(self.core, mailboxes.deliver)
+        self._peers = DecodePeers(context.telemetry)
+        options = SendOptions(
+            max_frame_bytes=context.config.transfer.max_frame_bytes, is_alive=self.is_alive, faults=faults
+        )
+        self.servicer = PrefillServicer(
+            self.engine,
+            mailboxes,
+            self._peers,
+            context.identity,
+            context.state,
+            context.telemetry,
+            options,
+            self.is_alive,
+        )
+
+    @property
+    def capabilities(self) -> types_pb2.Capabilities:
+        runner = self.core.runner
+        return capabilities_of(
+            self._config, layout=runner.layout, max_context=runner.max_context, vocab_size=runner.vocab_size
+        )
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        worker_pb2_grpc.add_PrefillServiceServicer_to_server(self.servicer, server)
+
+    def on_bound(self, address: str) -> None:
+        """Nothing here depends on the address."""
+
+    def load(self) -> worker_pb2.WorkerLoad:
+        return load_to_pb(self.core.stats(), self.servicer.counters)
+
+    def is_alive(self) -> bool:
+        return not self.engine.is_stuck(MAX_STEP_S)
+
+    async def close(self) -> None:
+        self.engine.stop()
+        await self._peers.close()

@@ -1,0 +1,209 @@
+"""The two calls of an attempt, each a task that owns its RPC: messages in become events, the end is always told.
+
+A worker's stream that ends before its finish is a failure, never an end: a clean status alone means nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from opentelemetry.context import Context
+
+from kvferry.errors import Cancelled, Internal, KvferryError, Unavailable
+from kvferry.rpc import HeartbeatWriter, read_with_progress_deadline
+from kvferry.telemetry import log_event
+from kvferry.wire import finish_from_pb
+from proto.kvferry.v1 import worker_pb2, worker_pb2_grpc
+from router.events import Committed, DecodeFailed, Event, FirstToken, PrefillDone, PrefillFailed, Registered, Tokens
+from router.ledger import RequestLedger
+from router.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+HEARTBEATS_PER_TIMEOUT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class CallContext:
+    """What a call of an attempt is made with.
+
+    Attributes:
+        attempt: number of the attempt; its events carry it.
+        parent: the attempt's span.
+        timeout_s: rest of the client's deadline, None without one.
+        progress_timeout_s: longest silence borne.
+        post: takes the events.
+        ledger: takes the figures.
+    """
+
+    attempt: int
+    parent: Context
+    timeout_s: float | None
+    progress_timeout_s: float
+    post: Callable[[Event], None]
+    ledger: RequestLedger
+
+
+class WorkerCall(ABC):
+    """One call to one worker, running in a task of its own from `start` on."""
+
+    def __init__(self, worker: Worker, context: CallContext) -> None:
+        self._worker = worker
+        self._context = context
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins the call."""
+        self._task = asyncio.create_task(self._run())
+
+    @property
+    def task(self) -> asyncio.Task[None]:
+        assert self._task is not None
+        return self._task
+
+    def cancel(self) -> None:
+        """Cancels the RPC; no event follows."""
+        self.task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            with self._worker.used():
+                await self._talk()
+            return
+        except KvferryError as error:
+            failure = error
+        except asyncio.CancelledError:
+            if self.task.cancelling() > 0:
+                raise
+            # grpc.aio turns a status CANCELLED of the peer into this exception.
+            failure = Cancelled(f"{self._worker.address} cancelled the call")
+        except Exception as error:
+            logger.exception("worker_call_failed", extra={"fields": {"worker": self._worker.name}})
+            failure = Internal(f"the call to {self._worker.address} failed with {type(error).__name__}")
+        log_event(
+            logger,
+            "attempt_call_failed",
+            level=logging.WARNING,
+            worker=self._worker.name,
+            role=self._worker.role.value,
+            attempt=self._context.attempt,
+            error=failure.message,
+        )
+        self._context.post(self._failed(failure))
+
+    def _ended_early(self) -> Unavailable:
+        return Unavailable(f"{self._worker.address} ended the call before its finish")
+
+    @abstractmethod
+    async def _talk(self) -> None:
+        """The RPC from its opening to its end; raises what ended it before its finish."""
+
+    @abstractmethod
+    def _failed(self, error: KvferryError) -> Event:
+        """The event that tells of the failure."""
+
+
+class PrefillCall(WorkerCall):
+    """One attempt's prefill."""
+
+    def __init__(self, worker: Worker, context: CallContext, request: worker_pb2.PrefillRequest) -> None:
+        super().__init__(worker, context)
+        self._request = request
+
+    async def _talk(self) -> None:
+        context, channel = self._context, self._worker.channel
+        method = worker_pb2_grpc.PrefillServiceStub(channel.grpc).Prefill
+        done = False
+        async with channel.stream(method, self._request, timeout_s=context.timeout_s, parent=context.parent) as call:
+            while True:
+                message = await read_with_progress_deadline(call, context.progress_timeout_s, self._worker.address)
+                if message is None:
+                    break
+                done = self._take(message) or done
+        if not done:
+            raise self._ended_early()
+
+    def _take(self, message: worker_pb2.PrefillResponse) -> bool:
+        """Whether this was the last message."""
+        self._context.ledger.take_prefill(message)
+        attempt = self._context.attempt
+        match message.WhichOneof("event"):
+            case "first_token":
+                first = message.first_token
+                finish = finish_from_pb(first.finish) if first.HasField("finish") else None
+                self._context.post(FirstToken(attempt, first.token_index, first.token_id, finish))
+            case "done":
+                self._context.post(PrefillDone(attempt))
+                return True
+        return False
+
+    def _failed(self, error: KvferryError) -> Event:
+        return PrefillFailed(self._context.attempt, error)
+
+
+class DecodeCall(WorkerCall):
+    """One attempt's decode."""
+
+    def __init__(self, worker: Worker, context: CallContext, start: worker_pb2.DecodeStart) -> None:
+        super().__init__(worker, context)
+        self._start = start
+        self._stop_task: asyncio.Task[None] | None = None
+        self._writer: HeartbeatWriter[worker_pb2.DecodeRequest] | None = None
+
+    def send_stop(self, num_wanted_tokens: int) -> None:
+        """Asks the worker to end the sequence; its stream then ends by itself."""
+        stop = worker_pb2.DecodeRequest(stop=worker_pb2.DecodeStop(num_wanted_tokens=num_wanted_tokens))
+        self._stop_task = asyncio.create_task(self._write_stop(stop))
+
+    async def _write_stop(self, stop: worker_pb2.DecodeRequest) -> None:
+        assert self._writer is not None
+        try:
+            await self._writer.write(stop)
+        except Exception as error:  # noqa: BLE001 - the stream has ended or will be cancelled: what a stop is for
+            log_event(logger, "stop_not_sent", level=logging.DEBUG, error=type(error).__name__)
+
+    async def _talk(self) -> None:
+        context, channel = self._context, self._worker.channel
+        method = worker_pb2_grpc.DecodeServiceStub(channel.grpc).Decode
+        finished = False
+        async with channel.duplex(method, timeout_s=context.timeout_s, parent=context.parent) as call:
+            writer = HeartbeatWriter(
+                call.write,
+                lambda: worker_pb2.DecodeRequest(heartbeat=worker_pb2.Heartbeat()),
+                interval_s=context.progress_timeout_s / HEARTBEATS_PER_TIMEOUT,
+                stall_timeout_s=context.progress_timeout_s,
+                peer=self._worker.address,
+            )
+            async with writer as self._writer:
+                await writer.write(worker_pb2.DecodeRequest(start=self._start))
+                while True:
+                    message = await read_with_progress_deadline(call, context.progress_timeout_s, self._worker.address)
+                    if message is None:
+                        break
+                    finished = self._take(message) or finished
+        if not finished and self._stop_task is None:
+            raise self._ended_early()
+
+    def _take(self, message: worker_pb2.DecodeResponse) -> bool:
+        """Whether this was the last message."""
+        self._context.ledger.take_decode(message)
+        attempt = self._context.attempt
+        match message.WhichOneof("event"):
+            case "registered":
+                registered = message.registered
+                self._context.post(Registered(attempt, registered.epoch, registered.ship_address))
+            case "committed":
+                self._context.post(Committed(message.committed.attempt))
+            case "tokens":
+                tokens = message.tokens
+                finish = finish_from_pb(tokens.finish) if tokens.HasField("finish") else None
+                self._context.post(Tokens(attempt, tokens.token_index, tuple(tokens.token_ids), finish))
+                return finish is not None
+        return False
+
+    def _failed(self, error: KvferryError) -> Event:
+        return DecodeFailed(self._context.attempt, error)

@@ -1,0 +1,179 @@
+"""The router's metrics: requests by outcome, latencies, and a view of every worker, on the process's registry.
+
+Every call counts once as started and once as finished, failed or cancelled, whatever was retried; the first token
+is one sample a request. Figures of workers are read from their last status when the registry is scraped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from prometheus_client import Counter, Gauge
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvferry.errors import Cancelled, DeadlineExceeded, KvferryError
+from kvferry.sampling import Finish, FinishKind
+from kvferry.telemetry import Metrics, error_type
+from router.ledger import RequestLedger
+from router.membership import Membership
+from router.worker import MemberState, Worker
+
+REFUSED_PHASE = "validation"
+"""Phase of requests that end before they run."""
+
+WORKER_LABELS = ("worker", "role")
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What the metrics need to know of one request; its handler fills it in.
+
+    Attributes:
+        phase: where the request was when it ended.
+    """
+
+    ledger: RequestLedger = field(default_factory=RequestLedger)
+    model: str = ""
+    tier: str = ""
+    phase: str = REFUSED_PHASE
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    finish: Finish | None = None
+
+
+class RouterMetrics:
+    """Counts requests and, by `membership`, shows workers."""
+
+    def __init__(self, metrics: Metrics, membership: Membership) -> None:
+        self._metrics = metrics
+        registry = metrics.registry
+        self._started = Counter("kvferry_requests_started", "Calls of Generate that began.", registry=registry)
+        self._ended = Counter(
+            "kvferry_requests",
+            "Calls of Generate that ended, by how and in which phase.",
+            ("outcome", "phase"),
+            registry=registry,
+        )
+        waiting = Gauge("kvferry_requests_waiting", "Requests without a first token yet.", registry=registry)
+        waiting.set_function(lambda: self._num_waiting)
+        self._running: dict[int, RequestRecord] = {}
+        registry.register(WorkerCollector(membership))
+
+    @property
+    def _num_waiting(self) -> int:
+        return sum(record.ledger.first_token_at_s is None for record in self._running.values())
+
+    @contextmanager
+    def request(self) -> Iterator[RequestRecord]:
+        """Around one call: counts it at both ends."""
+        record = RequestRecord()
+        self._running[id(record)] = record
+        self._started.inc()
+        self._metrics.requests_running.inc()
+        error: BaseException | None = None
+        try:
+            yield record
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            del self._running[id(record)]
+            self._metrics.requests_running.dec()
+            self._observe(record, error)
+
+    def count_retry(self, cause: KvferryError) -> None:
+        """One attempt after the first."""
+        self._metrics.retries.labels(error_type(cause)).inc()
+
+    def _observe(self, record: RequestRecord, error: BaseException | None) -> None:
+        self._ended.labels(_outcome(record, error), record.phase).inc()
+        served = (record.model, record.tier)
+        ledger = record.ledger
+        kind = "" if error is None else error_type(error)
+        self._metrics.request_duration_s.labels(*served, kind).observe(ledger.total_s)
+        if ledger.time_to_first_token_s is not None:
+            self._metrics.time_to_first_token_s.labels(*served).observe(ledger.time_to_first_token_s)
+        if record.num_output_tokens > 1:
+            per_token_s = ledger.decode_s / (record.num_output_tokens - 1)
+            self._metrics.time_per_output_token_s.labels(*served).observe(per_token_s)
+        self._metrics.tokens.labels("prompt").inc(record.num_prompt_tokens)
+        self._metrics.tokens.labels("output").inc(record.num_output_tokens)
+        self._metrics.tokens.labels("cached").inc(ledger.num_cached_tokens)
+
+
+def _outcome(record: RequestRecord, error: BaseException | None) -> str:
+    if error is None:
+        is_aborted = record.finish is not None and record.finish.kind is FinishKind.CANCELLED
+        return "cancelled" if is_aborted else "finished"
+    return "cancelled" if isinstance(error, asyncio.CancelledError | Cancelled | DeadlineExceeded) else "failed"
+
+
+class WorkerCollector(Collector):
+    """Figures of all workers as of their last status."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+
+    def collect(self) -> Iterable[Metric]:
+        """One family a figure, one sample a worker."""
+        workers = self._membership.workers
+        yield self._up(workers)
+        yield self._blocks(workers)
+        yield self._requests(workers)
+        for name, field_name, text in (
+            ("preemptions", "num_preemptions", "Sequences preempted."),
+            ("blocks_shipped", "num_blocks_shipped", "Blocks sent or received."),
+            ("shipped_bytes", "shipped_bytes", "Bytes of block contents."),
+            ("nacks", "num_nacks", "Blocks whose digest was wrong on arrival."),
+            ("steps", "num_steps", "Steps run."),
+            ("prefill_tokens", "num_prefill_tokens", "Prompt tokens computed."),
+            ("cached_tokens", "num_cached_tokens", "Prompt tokens found in the prefix cache."),
+            ("sampled_tokens", "num_sampled_tokens", "Tokens sampled."),
+        ):
+            family = CounterMetricFamily(
+                f"kvferry_worker_{name}", f"{text} Since the worker's start.", None, WORKER_LABELS
+            )
+            for worker in workers:
+                if worker.status is not None:
+                    family.add_metric(_labels(worker), getattr(worker.status.load, field_name))
+            yield family
+
+    def _up(self, workers: Iterable[Worker]) -> Metric:
+        family = GaugeMetricFamily("kvferry_worker_ready", "1 while requests may go there.", None, WORKER_LABELS)
+        for worker in workers:
+            family.add_metric(_labels(worker), float(worker.state is MemberState.READY))
+        return family
+
+    def _blocks(self, workers: Iterable[Worker]) -> Metric:
+        family = GaugeMetricFamily(
+            "kvferry_worker_blocks", "Blocks of the pool by state.", None, (*WORKER_LABELS, "state")
+        )
+        for worker in workers:
+            if worker.status is not None:
+                load = worker.status.load
+                family.add_metric((*_labels(worker), "free"), load.num_free_blocks)
+                family.add_metric((*_labels(worker), "cached"), load.num_cached_blocks)
+                family.add_metric((*_labels(worker), "used"), load.num_used_blocks)
+        return family
+
+    def _requests(self, workers: Iterable[Worker]) -> Metric:
+        family = GaugeMetricFamily(
+            "kvferry_worker_requests",
+            "Sequences running and waiting there, and attempts of this router.",
+            None,
+            (*WORKER_LABELS, "state"),
+        )
+        for worker in workers:
+            family.add_metric((*_labels(worker), "ours"), worker.num_requests)
+            if worker.status is not None:
+                family.add_metric((*_labels(worker), "running"), worker.status.load.num_running)
+                family.add_metric((*_labels(worker), "waiting"), worker.status.load.num_waiting)
+        return family
+
+
+def _labels(worker: Worker) -> tuple[str, str]:
+    return (worker.name, worker.role.value)

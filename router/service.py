@@ -1,0 +1,267 @@
+"""The public service: a call comes in, is checked, tokenised, run, and its messages written at the client's pace.
+
+    Generate ─► admission ─► validate ─► tokenise (off the loop) ─► RequestRun ─► Outbox ─► client
+
+The handler only writes; the run goes on beside it, so a slow client never holds up a worker's stream. However the
+handler ends, the run has ended before it returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from opentelemetry import trace
+
+from kvferry import __version__
+from kvferry.config import Config
+from kvferry.errors import Cancelled, DeadlineExceeded, Internal, KvferryError, Unavailable
+from kvferry.telemetry import Attributes, SpanNames, Telemetry, context_of
+from kvferry.wire import layout_to_pb
+from proto.kvferry.v1 import inference_pb2 as pb
+from proto.kvferry.v1 import inference_pb2_grpc, types_pb2
+from router.admission import Admission
+from router.ledger import RequestLedger
+from router.membership import Membership
+from router.messages import completed, started
+from router.metrics import RequestRecord, RouterMetrics
+from router.outbox import Outbox
+from router.output import ChoiceOutput
+from router.run import Cluster, PreparedRequest, RequestRun
+from router.text.tokenizer import PromptLimits, TextTokenizer
+from router.tracing import describe_outcome, describe_request
+from router.validation import (
+    SEED_LIMIT,
+    UNSUPPORTED_FIELDS,
+    ChatPrompt,
+    Limits,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+    fit,
+    validate,
+)
+from router.worker import Role
+
+if TYPE_CHECKING:  # subscripted at type-check time only; at run time the class is not generic
+    from grpc.aio import ServicerContext
+
+logger = logging.getLogger(__name__)
+
+LONGEST_DEADLINE_S = 10 * 365 * 86400.0
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+
+@dataclass(frozen=True, slots=True)
+class RouterParts:
+    """What the service is made of."""
+
+    config: Config
+    membership: Membership
+    tokenizer: TextTokenizer
+    cluster: Cluster
+    metrics: RouterMetrics
+    telemetry: Telemetry
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """Serves clients."""
+
+    def __init__(self, parts: RouterParts) -> None:
+        self._parts = parts
+        self._admission = Admission(parts.config.router.max_queue)
+        self._running: dict[str, RequestRun] = {}
+        self._is_draining = False
+
+    def drain(self) -> None:
+        """Refuses new requests from now on."""
+        self._is_draining = True
+
+    @property
+    def num_running(self) -> int:
+        """Requests that run."""
+        return len(self._running)
+
+    async def Generate(  # type: ignore[override]  # a coroutine that writes
+        self, request: pb.GenerateRequest, context: ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+    ) -> None:
+        deadline_s = _deadline_s(context.time_remaining())
+        with self._parts.metrics.request() as record:
+            if self._is_draining:
+                raise Unavailable("the router is shutting down", retry_after_s=1.0)
+            with self._admission.admit():
+                prepared = await self._prepare(request, deadline_s, record)
+                await self._serve(prepared, context, record)
+
+    async def Abort(
+        self, request: pb.AbortRequest, context: ServicerContext[pb.AbortRequest, pb.AbortResponse]
+    ) -> pb.AbortResponse:
+        del context
+        found: list[str] = []
+        for name in dict.fromkeys(request.request_ids):
+            runs = [run for run in self._running.values() if name and name in run.names]
+            for run in runs:
+                run.abort()
+            if runs:
+                found.append(name)
+        return pb.AbortResponse(aborted_request_ids=found)
+
+    async def GetCapabilities(
+        self,
+        request: pb.GetCapabilitiesRequest,
+        context: ServicerContext[pb.GetCapabilitiesRequest, pb.GetCapabilitiesResponse],
+    ) -> pb.GetCapabilitiesResponse:
+        del request, context
+        limits = self.limits()
+        served, config = self._parts.membership.served, self._parts.config
+        assert served is not None
+        paths = (worker.status.model_path for worker in self._parts.membership.workers if worker.status is not None)
+        capabilities = types_pb2.Capabilities(
+            model=limits.model,
+            model_path=next(paths, ""),
+            max_context=limits.max_context,
+            vocab_size=limits.vocab_size,
+            layout=layout_to_pb(served.layout),
+            version=__version__,
+            tiers=sorted(limits.tiers, key=lambda name: limits.tiers[name]),
+            default_tier=config.default_tier.name,
+            max_request_bytes=limits.max_request_bytes,
+            unsupported_fields=list(UNSUPPORTED_FIELDS),
+        )
+        return pb.GetCapabilitiesResponse(capabilities=capabilities)
+
+    async def ListWorkers(
+        self, request: pb.ListWorkersRequest, context: ServicerContext[pb.ListWorkersRequest, pb.ListWorkersResponse]
+    ) -> pb.ListWorkersResponse:
+        del request, context
+        return pb.ListWorkersResponse(workers=[worker.to_pb() for worker in self._parts.membership.workers])
+
+    def limits(self) -> Limits:
+        """What requests are checked against. Raises Unavailable, naming what is missing, until a worker was seen."""
+        membership, config = self._parts.membership, self._parts.config
+        served = membership.served
+        known = [worker for worker in membership.workers if worker.status is not None and worker.was_accepted]
+        if served is None or not known:
+            raise Unavailable("; ".join(membership.missing), retry_after_s=1.0)
+        decode = [worker.num_blocks for worker in known if worker.role is Role.DECODE]
+        if not decode:
+            raise Unavailable(membership.why_missing(Role.DECODE), retry_after_s=1.0)
+        return Limits(
+            model=served.model,
+            max_context=min(worker.status.max_context for worker in known if worker.status is not None),
+            vocab_size=served.vocab_size,
+            tiers={tier.name: tier.rank for tier in config.tiers},
+            default_tier=config.default_tier.name,
+            max_request_bytes=config.router.max_request_bytes,
+            block_size=served.layout.block_size,
+            num_prefill_blocks=max((w.num_blocks for w in known if w.role is Role.PREFILL), default=0),
+            num_decode_blocks=max(decode),
+        )
+
+    # --- one request ---
+
+    async def _prepare(
+        self, message: pb.GenerateRequest, deadline_s: float | None, record: RequestRecord
+    ) -> PreparedRequest:
+        limits = self.limits()
+        request = validate(message, limits, lambda: secrets.randbelow(SEED_LIMIT))
+        record.model, record.tier = request.model, request.tier
+        span = trace.get_current_span()
+        server_id = uuid.uuid4().hex
+        describe_request(span, request, server_id)
+        started_s = time.monotonic()
+        with self._parts.telemetry.span(SpanNames.TOKENIZE):
+            token_ids = await self._tokenize(request.prompt, limits)
+        record.ledger.tokenize_s = time.monotonic() - started_s
+        record.num_prompt_tokens = len(token_ids)
+        max_tokens = fit(request, len(token_ids), limits)
+        span.set_attribute(Attributes.REQUEST_MAX_TOKENS, max_tokens)
+        sampling = request.sampling_params(max_tokens, self._parts.tokenizer.eos_token_ids)
+        return PreparedRequest(server_id, request, tuple(token_ids), sampling, deadline_s)
+
+    async def _tokenize(self, prompt: Prompt, limits: Limits) -> list[int] | tuple[int, ...]:
+        bounds = PromptLimits(max_tokens=limits.max_context - 1, max_bytes=limits.max_request_bytes)
+        tokenizer = self._parts.tokenizer
+        match prompt:
+            case TokenPrompt(token_ids):
+                return token_ids
+            case TextPrompt(text):
+                return await tokenizer.encode_async(text, limits=bounds)
+            case ChatPrompt(messages, add_generation_prompt):
+                return await tokenizer.encode_chat_async(
+                    messages, limits=bounds, add_generation_prompt=add_generation_prompt
+                )
+
+    async def _serve(
+        self,
+        prepared: PreparedRequest,
+        context: ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
+        record: RequestRecord,
+    ) -> None:
+        outbox = Outbox()
+        output = ChoiceOutput(
+            prepared.request,
+            prepared.sampling,
+            num_prompt_tokens=len(prepared.prompt_token_ids),
+            token_bytes=self._parts.tokenizer.token_bytes,
+            outbox=outbox,
+        )
+        span = trace.get_current_span()
+        run = RequestRun(prepared, self._parts.cluster, output, record.ledger, context_of(span))
+        outbox.put(started(prepared))
+        self._running[prepared.id] = run
+        task = asyncio.create_task(_run_into(run, output, outbox, record.ledger))
+        task.add_done_callback(lambda _: self._running.pop(prepared.id, None))
+        try:
+            while (message := await outbox.take()) is not None:
+                await context.write(message)
+        except BaseException as error:
+            run.client_gone(_why_gone(error, prepared))
+            raise
+        finally:
+            await asyncio.wait([task])
+            record.phase, record.finish, record.num_output_tokens = run.phase, run.finish, output.num_tokens
+            describe_outcome(
+                span,
+                record.ledger,
+                num_prompt_tokens=record.num_prompt_tokens,
+                num_output_tokens=output.num_tokens,
+                finish=run.finish,
+            )
+
+
+async def _run_into(run: RequestRun, output: ChoiceOutput, outbox: Outbox, ledger: RequestLedger) -> None:
+    """Runs the request and closes its outbox, whatever happens."""
+    try:
+        await run.run()
+        outbox.put(completed(run.prepared, output.num_tokens, ledger))
+        outbox.close()
+    except KvferryError as error:
+        outbox.close(error)
+    except Exception as error:
+        logger.exception("request_failed", extra={"fields": {"request": run.prepared.id}})
+        outbox.close(Internal(f"the router failed with {type(error).__name__}; its log has the details"))
+    finally:
+        outbox.close(Cancelled("the router ended the request"))  # of no effect once it is closed
+
+
+def _deadline_s(remaining_s: float | None) -> float | None:
+    """On the monotonic clock; the library says None or a very long time where the call has none."""
+    if remaining_s is None or remaining_s > LONGEST_DEADLINE_S:
+        return None
+    return time.monotonic() + remaining_s
+
+
+def _why_gone(error: BaseException, prepared: PreparedRequest) -> KvferryError:
+    """Why the handler ended before the run."""
+    if isinstance(error, KvferryError):
+        return error
+    if prepared.deadline_s is not None and time.monotonic() >= prepared.deadline_s:
+        return DeadlineExceeded("the call's deadline passed before the request ended")
+    return Cancelled("the client went away")

@@ -1,0 +1,103 @@
+"""The router's spans below the call's own: one an attempt, under which its worker calls hang, and the wait for workers.
+
+Spans are started and ended by hand, on every path; nothing is attached to a task.
+"""
+
+from __future__ import annotations
+
+from opentelemetry.context import Context
+from opentelemetry.trace import Link, Span, Tracer
+
+from kvferry.errors import KvferryError
+from kvferry.sampling import Finish
+from kvferry.telemetry import Attributes, SpanNames, context_of, mark_error
+from router.ledger import RequestLedger
+from router.validation import Request
+
+ATTEMPT_SPAN = "kvferry.attempt"
+PROVIDER = "kvferry"
+
+
+class AttemptSpans:
+    """Spans of the attempts of one request; later ones are linked to the first.
+
+    Args:
+        tracer: makes them.
+        parent: context of the call's span.
+    """
+
+    def __init__(self, tracer: Tracer, parent: Context) -> None:
+        self._tracer = tracer
+        self._parent = parent
+        self._first: Span | None = None
+        self._current: Span | None = None
+        self._queue: Span | None = None
+
+    @property
+    def context(self) -> Context:
+        """Parent of the calls of the current attempt."""
+        assert self._current is not None
+        return context_of(self._current)
+
+    def begin(self, attempt: int, cause: KvferryError | None) -> None:
+        """Ends the attempt before with `cause` and begins the next, which waits for workers."""
+        self.end(cause)
+        links = [Link(self._first.get_span_context())] if self._first is not None else []
+        span = self._tracer.start_span(
+            ATTEMPT_SPAN, context=self._parent, links=links, attributes={Attributes.ATTEMPT: attempt}
+        )
+        self._first = self._first or span
+        self._current = span
+        self._queue = self._tracer.start_span(SpanNames.QUEUE, context=self.context)
+
+    def chosen(self) -> None:
+        """Workers were chosen."""
+        if self._queue is not None:
+            self._queue.end()
+            self._queue = None
+
+    def end(self, error: KvferryError | None) -> None:
+        """Ends what is open; may be called again."""
+        for span in (self._queue, self._current):
+            if span is not None:
+                if error is not None:
+                    mark_error(span, error)
+                span.end()
+        self._queue = self._current = None
+
+
+def describe_request(span: Span, request: Request, server_request_id: str) -> None:
+    """Name and attributes of the call's span, once the request is understood."""
+    span.update_name(f"{request.operation} {request.model}")
+    span.set_attributes(
+        {
+            Attributes.OPERATION: request.operation,
+            Attributes.PROVIDER: PROVIDER,
+            Attributes.REQUEST_MODEL: request.model,
+            Attributes.REQUEST_TEMPERATURE: request.temperature,
+            Attributes.REQUEST_TOP_P: request.top_p,
+            Attributes.REQUEST_TOP_K: request.top_k,
+            Attributes.REQUEST_SEED: str(request.seed),  # attributes are signed 64-bit numbers, seeds are not
+            Attributes.REQUEST_CHOICE_COUNT: 1,
+            Attributes.RESPONSE_ID: server_request_id,
+            Attributes.REQUEST_ID: request.label,
+            Attributes.TIER: request.tier,
+        }
+    )
+
+
+def describe_outcome(
+    span: Span, ledger: RequestLedger, *, num_prompt_tokens: int, num_output_tokens: int, finish: Finish | None
+) -> None:
+    """Usage and finish reason on the call's span, on every way a request may end."""
+    span.set_attributes(
+        {
+            Attributes.INPUT_TOKENS: num_prompt_tokens,
+            Attributes.OUTPUT_TOKENS: num_output_tokens,
+            Attributes.CACHED_TOKENS: ledger.num_cached_tokens,
+        }
+    )
+    if ledger.time_to_first_token_s is not None:
+        span.set_attribute(Attributes.TIME_TO_FIRST_TOKEN_S, ledger.time_to_first_token_s)
+    if finish is not None:
+        span.set_attribute(Attributes.FINISH_REASONS, [finish.kind.value])

@@ -1,0 +1,306 @@
+"""A decode worker: the real `DecodeAdmission` and engine in a shell that does, with callbacks, what `decode_svc` does.
+
+A Decode call owns one attempt. Whatever ends the call first closes the attempt's receiving host, so that nothing is
+written any more, and only then has the engine free the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from decode_svc.admission import DecodeAdmission, Reservation
+from engine.core import EngineCore
+from engine.outputs import GrantMade, Output, SequenceCommitted, SequenceFailed, TokenSampled
+from engine.specs import sequence_from_spec
+from kvferry.errors import FailedPrecondition, KvferryError, NotFound, Unavailable
+from kvferry.wire import SequenceSpec
+from kvtransfer.digest import block_digest
+from kvtransfer.messages import Offer
+from kvtransfer.transport import CommitOutcome, Grant
+from router.events import Committed, Registered, Tokens
+from tests.simulation.engine_host import Command, EngineHost, PendingCommand
+from tests.simulation.messages import DecodeStart, DecodeStop
+from tests.simulation.network import End, Life, StreamHandler
+from tests.simulation.oracle import BlockOracle
+from tests.simulation.receipt import ShipReceipt
+
+
+class DecodeHost:
+    """The receiving side of one attempt, as `decode_svc.attempt.DecodeAttempt`."""
+
+    def __init__(self, worker: DecodeWorker, spec: SequenceSpec) -> None:
+        self.worker = worker
+        self.seq_id = spec.id.seq_id
+        self.is_closed = False
+        self._num_tokens = len(spec.token_ids)
+        self._reservation: Reservation | None = None
+        self._verified: set[int] = set()
+        self._is_shipping = False
+        self._pending: PendingCommand | None = None
+        self._on_grant: Callable[[Grant | KvferryError], None] | None = None
+        self._is_offered = False
+        self._is_granted = False
+
+    def open_shipment(self) -> None:
+        self._check_open()
+        if self._is_shipping:
+            raise FailedPrecondition(f"attempt {self.seq_id} is being shipped already")
+        self._is_shipping = True
+
+    def grant(self, offer: Offer, done: Callable[[Grant | KvferryError], None]) -> None:
+        """Reserves room; `done` gets the grant once there is some."""
+        self._on_grant = done
+        self._is_offered = self._is_granted = False
+        admission, seq_id, hashes = self.worker.admission, self.seq_id, list(offer.block_hashes)
+        self._submit(lambda core: admission.offer(seq_id, hashes, offer.num_tokens), self._on_offered)
+
+    def on_grant_made(self) -> None:
+        if self._on_grant is not None:
+            self._is_granted = True
+            self._look_up_reservation()
+
+    def write(self, block_index: int, offset: int, payload: bytes | memoryview) -> None:
+        self._block(block_index)[offset : offset + len(payload)] = payload
+
+    def verify(self, block_index: int, digest: bytes) -> bool:
+        is_right = block_digest(self._block(block_index)) == digest
+        if is_right:
+            self._verified.add(block_index)
+        return is_right
+
+    def commit(self, first_token_ids: tuple[int, ...], done: Callable[[CommitOutcome | KvferryError], None]) -> None:
+        self._check_open()
+        admission, seq_id, token_ids = self.worker.admission, self.seq_id, list(first_token_ids)
+
+        def on_committed(result: object) -> None:
+            assert isinstance(result, CommitOutcome | KvferryError)
+            if isinstance(result, CommitOutcome):
+                self._is_shipping = False
+            done(result)
+
+        self._submit(lambda core: admission.commit(seq_id, token_ids), on_committed)
+
+    def release(self) -> None:
+        """The shipment ended without a commit."""
+        if self._pending is not None:
+            self._pending.cancel()
+        self._on_grant = None
+        reservation, self._reservation = self._reservation, None
+        self._is_shipping = False
+        if self.is_closed:
+            return
+        num_arrived_tokens = self._num_arrived_tokens(reservation)
+        self._verified.clear()
+        admission, seq_id = self.worker.admission, self.seq_id
+        self.worker.life.world.counts["withdrawals"] += 1
+        self.worker.engine.submit(lambda core: admission.withdraw(seq_id, num_arrived_tokens))
+
+    def close(self) -> None:
+        """Nothing is written any more. Must come before the engine frees the blocks."""
+        self.is_closed = True
+        if self._on_grant is not None and not self._is_granted:
+            self._finish_grant(self._gone())
+
+    def _num_arrived_tokens(self, reservation: Reservation | None) -> int:
+        block_size = self.worker.core.layout.block_size
+        num_full_blocks = self._num_tokens // block_size
+        missing = set(reservation.wanted if reservation else range(num_full_blocks)) - self._verified
+        leading = min((index for index in missing if index < num_full_blocks), default=num_full_blocks)
+        return leading * block_size
+
+    def _on_offered(self, result: object) -> None:
+        if isinstance(result, KvferryError):
+            self._finish_grant(result)
+        elif not result:
+            self._finish_grant(Grant(already_committed=True))
+        else:
+            self._is_offered = True
+            self._look_up_reservation()
+
+    def _look_up_reservation(self) -> None:
+        if not (self._is_offered and self._is_granted):
+            return
+        if self.is_closed:
+            self._finish_grant(self._gone())
+            return
+        admission, seq_id = self.worker.admission, self.seq_id
+        self._submit(lambda core: admission.reservation(seq_id), self._on_reserved)
+
+    def _on_reserved(self, result: object) -> None:
+        if isinstance(result, KvferryError):
+            self._finish_grant(result)
+        elif self.is_closed:
+            self._finish_grant(self._gone())
+        else:
+            assert isinstance(result, Reservation)
+            self._reservation = result
+            self._finish_grant(Grant(result.wanted))
+
+    def _finish_grant(self, result: Grant | KvferryError) -> None:
+        on_grant, self._on_grant = self._on_grant, None
+        if on_grant is not None:
+            on_grant(result)
+
+    def _submit(self, command: Command, done: Callable[[object], None]) -> None:
+        self._pending = self.worker.engine.submit(command, done)
+
+    def _block(self, block_index: int) -> memoryview:
+        self._check_open()
+        assert self._reservation is not None, "frames come after the grant"
+        return self.worker.core.runner.block_view(self._reservation.block_ids[block_index])
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise self._gone()
+
+    def _gone(self) -> Unavailable:
+        return Unavailable(f"attempt {self.seq_id} has ended on this worker")
+
+
+class DecodeCall:
+    """One Decode call."""
+
+    def __init__(self, worker: DecodeWorker, end: End) -> None:
+        self._worker = worker
+        self._end = end
+        self._spec: SequenceSpec | None = None
+        self.host: DecodeHost | None = None
+        self._registering: PendingCommand | None = None
+        self._mailbox: list[Output] = []
+        self._is_over = False
+
+    def on_message(self, message: object) -> None:
+        if isinstance(message, DecodeStop):
+            self._finish()
+        else:
+            assert isinstance(message, DecodeStart)
+            self._start(message)
+
+    def on_end(self, error: KvferryError | None) -> None:
+        self._leave()
+
+    def take(self, output: Output) -> None:
+        """The engine said something; it is reported now or, with more, a little later."""
+        self._mailbox.append(output)
+        if len(self._mailbox) == 1:
+            world = self._worker.life.world
+            self._worker.life.after(0 if world.happens(0.7) else world.below(2_000_000), self._report)
+
+    def _start(self, start: DecodeStart) -> None:
+        worker, spec = self._worker, start.spec
+        seq_id = spec.id.seq_id
+        if seq_id in worker.calls:
+            self._finish(FailedPrecondition(f"attempt {seq_id} is registered already"))
+            return
+        self._spec = spec
+        self.host = worker.new_host(worker, spec)
+        worker.calls[seq_id] = self
+        sequence = sequence_from_spec(spec, worker.core, arrival=worker.next_arrival())
+        if start.local_prefill:
+            self._registering = worker.engine.submit(lambda core: core.add(sequence), self._on_registered)
+        else:
+            admission = worker.admission
+            self._registering = worker.engine.submit(lambda core: admission.register(sequence), self._on_registered)
+
+    def _on_registered(self, result: object) -> None:
+        if self._is_over:
+            return
+        if isinstance(result, KvferryError):
+            self._finish(result)
+            return
+        assert self._spec is not None
+        life = self._worker.life
+        self._end.send(Registered(self._spec.id.attempt, life.epoch, life.name))
+
+    def _report(self) -> None:
+        """One message for all tokens that are there, as `DecodeReporter`."""
+        outputs, self._mailbox = self._mailbox, []
+        tokens: list[TokenSampled] = []
+        for output in outputs:
+            if self._is_over:
+                return
+            if isinstance(output, TokenSampled):
+                tokens.append(output)
+            else:
+                self._report_other(output, tokens)
+        if tokens and not self._is_over:
+            self._send(tokens)
+            if tokens[-1].finish is not None:
+                self._finish()
+
+    def _report_other(self, output: Output, tokens: list[TokenSampled]) -> None:
+        assert self._spec is not None
+        assert self.host is not None
+        if isinstance(output, GrantMade):
+            self.host.on_grant_made()
+        elif isinstance(output, SequenceCommitted):
+            self._end.send(Committed(self._spec.id.attempt))
+        elif isinstance(output, SequenceFailed):
+            if tokens:
+                self._send(tokens)
+            self._finish(output.error)
+
+    def _send(self, tokens: list[TokenSampled]) -> None:
+        assert self._spec is not None
+        token_ids = tuple(token.token_id for token in tokens)
+        self._end.send(Tokens(self._spec.id.attempt, tokens[0].token_index, token_ids, tokens[-1].finish))
+
+    def _finish(self, error: KvferryError | None = None) -> None:
+        self._end.close(error)
+        self._leave()
+
+    def _leave(self) -> None:
+        """The call has ended: first nothing writes any more, then the blocks are freed."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if self._spec is None or self.host is None:
+            return
+        self.host.close()
+        if self._registering is not None:
+            self._registering.cancel()
+        seq_id, admission = self._spec.id.seq_id, self._worker.admission
+        del self._worker.calls[seq_id]
+        self._worker.engine.submit(lambda core: admission.unregister(seq_id))
+
+
+class DecodeWorker:
+    """One life of a decode worker."""
+
+    def __init__(self, life: Life, core: EngineCore, oracle: BlockOracle) -> None:
+        self.life = life
+        self.core = core
+        self.admission = DecodeAdmission(core)
+        self.engine = EngineHost(life, core, oracle, before_step=self.admission.poll, deliver=self._deliver)
+        self.calls: dict[str, DecodeCall] = {}
+        self.new_host: type[DecodeHost] = DecodeHost
+        self._num_arrived = 0
+
+    def accept(self, method: str, end: End) -> StreamHandler:
+        """A new call."""
+        return DecodeCall(self, end) if method == "decode" else ShipReceipt(self.life, self.core, end, self.open_host)
+
+    def open_host(self, offer: Offer) -> DecodeHost:
+        """The registration an offer belongs to; raises NotFound when there is none."""
+        call = self.calls.get(offer.id.seq_id)
+        if call is None or call.host is None:
+            raise NotFound(f"attempt {offer.id.seq_id} is not registered with worker {self.life.name}")
+        call.host.open_shipment()
+        return call.host
+
+    def next_arrival(self) -> int:
+        self._num_arrived += 1
+        return self._num_arrived
+
+    def leftovers(self) -> list[str]:
+        """What should not be there when nothing runs any more."""
+        found = [f"calls: {list(self.calls)}"] if self.calls else []
+        if self.admission.num_waiting or self.admission._committed:
+            found.append(f"{self.admission.num_waiting} waiting grants, committed {self.admission._committed}")
+        return found
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            call = self.calls.get(output.seq_id)
+            if call is not None:
+                call.take(output)

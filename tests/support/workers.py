@@ -1,0 +1,187 @@
+"""Real workers in the test's own event loop, each with its engine thread, on port 0, and a caller that plays the router."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from opentelemetry.sdk.trace.export import SpanExporter
+
+from decode_svc.role import DecodeRole
+from engine.core import EngineCore
+from engine.scripted import SCRIPT_FILE
+from kvferry.config import Config, EngineConfig, ModelConfig
+from kvferry.rpc import RpcChannel
+from kvferry.sampling import SamplingParams
+from kvferry.telemetry import start_telemetry
+from kvferry.wire import AttemptId, SequenceSpec, spec_to_pb
+from kvferry.worker_process import RunningWorker, start_worker
+from prefill_svc.role import PrefillRole
+from proto.kvferry.v1 import worker_pb2, worker_pb2_grpc
+
+ROLES = {"prefill": PrefillRole, "decode": DecodeRole}
+
+
+def scripted_folder(folder: Path, **script: object) -> Path:
+    """A model folder for the scripted runner (`engine/scripted.py`)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SCRIPT_FILE).write_text(json.dumps(script))
+    return folder
+
+
+def scripted_config(folder: Path, **engine: Any) -> Config:
+    """Configuration of workers over a scripted folder; small blocks and a small pool unless `engine` says otherwise."""
+    values = {"block_size": 4, "num_blocks": 64, **engine}
+    return Config(model=ModelConfig(name="scripted", path=str(folder), dtype="float32"), engine=EngineConfig(**values))
+
+
+@asynccontextmanager
+async def running_worker(
+    role: str, config: Config, *, listen: str = "127.0.0.1:0", worker_id: str = "", exporter: SpanExporter | None = None
+) -> AsyncIterator[RunningWorker]:
+    """One worker for the length of the block."""
+    worker_id = worker_id or f"{role}-0"
+    telemetry = start_telemetry(config.telemetry, role, worker_id, exporter=exporter)
+    worker = await start_worker(role, ROLES[role], config, listen, worker_id=worker_id, telemetry=telemetry)
+    try:
+        yield worker
+    finally:
+        await worker.stop()
+        await telemetry.shutdown()
+
+
+def core_of(worker: RunningWorker) -> EngineCore:
+    """The worker's engine."""
+    core = worker.role.core  # type: ignore[attr-defined]
+    assert isinstance(core, EngineCore)
+    return core
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Returns when `condition` holds, which the test expects soon; fails after `timeout_s`."""
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, "the condition did not come true in time"
+        await asyncio.sleep(0.002)
+
+
+async def assert_idle(*workers: RunningWorker, timeout_s: float = 10.0) -> None:
+    """LEAK: every block is free or cached, no sequence, no attempt, no waiting grant is left."""
+    for worker in workers:
+        core = core_of(worker)
+        await until(lambda core=core: not core.sequences and core.pool.counts.used == 0, timeout_s)  # type: ignore[misc]
+        await worker.role.engine.run(lambda core: core.check_integrity())  # type: ignore[attr-defined]
+        servicer = worker.role.servicer  # type: ignore[attr-defined]
+        await until(lambda servicer=servicer: not getattr(servicer, "_attempts", None), timeout_s)  # type: ignore[misc]
+        await until(lambda servicer=servicer: not getattr(servicer, "_running", None), timeout_s)  # type: ignore[misc]
+        admission = getattr(worker.role, "admission", None)
+        assert admission is None or admission.num_waiting == 0
+
+
+@dataclass(slots=True)
+class PairResult:
+    """What one request brought, as the router would see it."""
+
+    first_token: worker_pb2.FirstToken | None = None
+    done: worker_pb2.PrefillDone | None = None
+    committed: worker_pb2.Committed | None = None
+    token_ids: list[int] = field(default_factory=list)
+    finish: Any = None
+
+
+def make_spec(
+    request_id: str, prompt: list[int], max_tokens: int, *, attempt: int = 1, num_prompt_tokens: int = 0, **sampling: Any
+) -> SequenceSpec:
+    """A greedy sequence unless `sampling` says otherwise."""
+    params = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, **sampling})
+    return SequenceSpec(AttemptId(request_id, attempt), tuple(prompt), num_prompt_tokens or len(prompt), params)
+
+
+class PairCaller:
+    """Plays the router for one pair of workers."""
+
+    def __init__(self, prefill: RpcChannel, decode: RpcChannel, *, timeout_s: float = 5.0) -> None:
+        self._prefill_channel, self._decode_channel = prefill, decode
+        self._prefill = worker_pb2_grpc.PrefillServiceStub(prefill.grpc)
+        self._decode = worker_pb2_grpc.DecodeServiceStub(decode.grpc)
+        self._timeout_s = timeout_s
+
+    async def generate(self, spec: SequenceSpec) -> PairResult:
+        """Runs one request through both workers."""
+        result = PairResult()
+        async with self._decode_channel.duplex(self._decode.Decode) as decode:
+            registered = await self.register(decode, spec)
+            prefill = asyncio.ensure_future(self.prefill(spec, registered, result))
+            try:
+                await self._read_tokens(decode, prefill, result)
+                await prefill
+            finally:
+                prefill.cancel()
+        return result
+
+    async def register(self, decode: Any, spec: SequenceSpec, *, local_prefill: bool = False) -> worker_pb2.Registered:
+        """Sends Start and awaits Registered."""
+        start = worker_pb2.DecodeStart(
+            sequence=spec_to_pb(spec), local_prefill=local_prefill, progress_timeout_s=self._timeout_s
+        )
+        await decode.write(worker_pb2.DecodeRequest(start=start))
+        registered: worker_pb2.Registered = (await decode.read()).registered
+        return registered
+
+    async def prefill(
+        self, spec: SequenceSpec, registered: worker_pb2.Registered | None, result: PairResult
+    ) -> None:
+        """The Prefill call from begin to end."""
+        target = None
+        if registered is not None:
+            target = worker_pb2.ShipTarget(address=registered.ship_address, epoch=registered.epoch)
+        request = worker_pb2.PrefillRequest(
+            sequence=spec_to_pb(spec), target=target, progress_timeout_s=self._timeout_s
+        )
+        async with self._prefill_channel.stream(self._prefill.Prefill, request) as call:
+            async for response in call:
+                match response.WhichOneof("event"):
+                    case "first_token":
+                        result.first_token = response.first_token
+                        result.token_ids.insert(0, response.first_token.token_id)
+                        if response.first_token.HasField("finish"):
+                            result.finish = response.first_token.finish
+                    case "done":
+                        result.done = response.done
+
+    async def _read_tokens(self, decode: Any, prefill: asyncio.Future[None], result: PairResult) -> None:
+        while result.finish is None:
+            reading = asyncio.ensure_future(decode.read())
+            await asyncio.wait([reading, prefill], return_when=asyncio.FIRST_COMPLETED)
+            if prefill.done() and (result.finish is not None or prefill.exception()):
+                reading.cancel()
+                return
+            response = await reading
+            assert hasattr(response, "WhichOneof"), "decode ended the stream before its finish"
+            match response.WhichOneof("event"):
+                case "committed":
+                    result.committed = response.committed
+                case "tokens":
+                    result.token_ids.extend(response.tokens.token_ids)
+                    if response.tokens.HasField("finish"):
+                        result.finish = response.tokens.finish
+
+
+@asynccontextmanager
+async def running_pair(
+    prefill_config: Config, decode_config: Config | None = None, *, timeout_s: float = 5.0
+) -> AsyncIterator[tuple[RunningWorker, RunningWorker, PairCaller]]:
+    """A prefill and a decode worker, and a caller for them."""
+    async with (
+        running_worker("prefill", prefill_config) as prefill,
+        running_worker("decode", decode_config or prefill_config) as decode,
+        RpcChannel(prefill.address) as prefill_channel,
+        RpcChannel(decode.address) as decode_channel,
+    ):
+        yield prefill, decode, PairCaller(prefill_channel, decode_channel, timeout_s=timeout_s)

@@ -1,0 +1,194 @@
+"""Decode admission: grants all or nothing, in order, freed once; commits idempotent."""
+
+from __future__ import annotations
+
+import pytest
+
+from decode_svc.admission import DecodeAdmission, Reservation
+from engine.core import EngineCore, EngineLimits
+from engine.outputs import GrantMade, SequenceCommitted, TokenSampled
+from engine.scripted import ScriptedRunner, reference_continuation, slots_of
+from engine.sequence import Priority, Sequence
+from kvferry.errors import FailedPrecondition, NotFound
+from kvferry.sampling import SamplingParams
+from kvtransfer.transport import CommitOutcome
+
+BLOCK_SIZE = 4
+
+
+def make(num_blocks: int = 16) -> DecodeAdmission:
+    return DecodeAdmission(EngineCore(ScriptedRunner(num_blocks=num_blocks, block_size=BLOCK_SIZE), EngineLimits()))
+
+
+def core_of(admission: DecodeAdmission) -> EngineCore:
+    return admission._core  # noqa: SLF001 - the test stands where the engine's thread does
+
+
+def sequence(
+    admission: DecodeAdmission, name: str, prompt: list[int], *, arrival: int = 0, rank: int = 0, max_tokens: int = 5
+) -> Sequence:
+    made = Sequence(
+        name,
+        prompt,
+        SamplingParams(max_tokens=max_tokens, temperature=0.0),
+        priority=Priority(tier_rank=rank, arrival=arrival),
+        hash_root=core_of(admission).hash_root(),
+    )
+    admission.register(made)
+    return made
+
+
+def offer(admission: DecodeAdmission, made: Sequence) -> bool:
+    hashes = made.block_hashes(made.num_tokens // BLOCK_SIZE, BLOCK_SIZE)
+    return admission.offer(made.seq_id, list(hashes), made.num_tokens)
+
+
+def fill(admission: DecodeAdmission, made: Sequence, reservation: Reservation) -> None:
+    """Writes what a shipment would bring."""
+    runner = core_of(admission).runner
+    contents = slots_of(made.token_ids).ljust(len(reservation.block_ids) * BLOCK_SIZE * 8, b"\0")
+    for index in reservation.wanted:
+        size = BLOCK_SIZE * 8
+        runner.block_view(reservation.block_ids[index])[:] = contents[index * size : (index + 1) * size]
+
+
+def run(admission: DecodeAdmission) -> dict[str, list[int]]:
+    """Steps until nothing is left to run; output tokens by sequence."""
+    tokens: dict[str, list[int]] = {}
+    core = core_of(admission)
+    while core.has_work:
+        for output in [*admission.poll(), *core.step()]:
+            if isinstance(output, TokenSampled):
+                tokens.setdefault(output.seq_id, []).append(output.token_id)
+        core.check_integrity()
+    return tokens
+
+
+def ship(admission: DecodeAdmission, made: Sequence) -> list[int]:
+    """A whole shipment; returns the first token."""
+    assert offer(admission, made)
+    assert [output.seq_id for output in admission.poll()] == [made.seq_id]
+    fill(admission, made, admission.reservation(made.seq_id))
+    first = reference_continuation(made.token_ids, 1)
+    assert admission.commit(made.seq_id, first) is CommitOutcome.COMMITTED
+    return first
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8, 9])
+def test_a_shipped_sequence_continues_as_if_it_had_been_computed_here(num_tokens: int) -> None:
+    admission = make()
+    prompt = list(range(num_tokens))
+    first = ship(admission, sequence(admission, "a", prompt))
+    assert isinstance(admission.poll()[0], SequenceCommitted)
+    assert first + run(admission)["a"] == reference_continuation(prompt, 5)
+    admission.unregister("a")
+    assert core_of(admission).pool.counts.used == 0
+
+
+def test_only_missing_blocks_are_wanted_the_second_time() -> None:
+    admission = make()
+    prompt = list(range(10))
+    ship(admission, sequence(admission, "a", prompt))
+    run(admission)
+    again = sequence(admission, "b", prompt)
+    offer(admission, again)
+    assert admission.poll() == [GrantMade("b", (2,))]
+    whole = sequence(admission, "c", prompt[:8])
+    offer(admission, whole)
+    assert admission.poll() == [GrantMade("c", ())]
+    core_of(admission).check_integrity()
+
+
+def test_a_grant_waits_holding_nothing_until_there_is_room() -> None:
+    admission = make(num_blocks=6)
+    first, second = sequence(admission, "a", [1] * 12, arrival=1), sequence(admission, "b", [2] * 12, arrival=2)
+    offer(admission, first)
+    offer(admission, second)
+    assert [output.seq_id for output in admission.poll()] == ["a"]
+    assert core_of(admission).pool.counts.used == 4
+    assert admission.num_waiting == 1
+    admission.withdraw("a", 0)
+    assert [output.seq_id for output in admission.poll()] == ["b"]
+    assert admission.num_waiting == 0
+
+
+def test_grants_go_by_tier_then_arrival() -> None:
+    admission = make(num_blocks=4)
+    holder = sequence(admission, "holder", [9] * 12)
+    offer(admission, holder)
+    admission.poll()
+    for name, rank, arrival in (("late", 1, 3), ("early", 1, 2), ("strict", 0, 4)):
+        offer(admission, sequence(admission, name, [rank, arrival] * 6, rank=rank, arrival=arrival, max_tokens=1))
+    order = []
+    previous = "holder"
+    for _ in range(3):
+        admission.unregister(previous)
+        (grant,) = admission.poll()
+        order.append(grant.seq_id)
+        previous = grant.seq_id
+    assert order == ["strict", "early", "late"]
+
+
+def test_verified_blocks_of_a_failed_shipment_are_not_shipped_again() -> None:
+    admission = make()
+    made = sequence(admission, "a/1", list(range(12)))
+    offer(admission, made)
+    admission.poll()
+    fill(admission, made, admission.reservation("a/1"))
+    admission.withdraw("a/1", 8)
+    admission.unregister("a/1")
+    retry = sequence(admission, "a/2", list(range(12)))
+    offer(admission, retry)
+    assert admission.poll() == [GrantMade("a/2", (2,))]
+
+
+def test_a_second_commit_and_a_second_offer_change_nothing() -> None:
+    admission = make()
+    made = sequence(admission, "a", [1, 2, 3])
+    first = ship(admission, made)
+    assert admission.commit("a", [999]) is CommitOutcome.ALREADY_COMMITTED
+    assert offer(admission, made) is False
+    admission.withdraw("a", 0)  # the shipment's own end must not take the running sequence's blocks
+    assert first + run(admission)["a"] == reference_continuation([1, 2, 3], 5)
+    assert admission.commit("a", [999]) is CommitOutcome.ALREADY_COMMITTED
+
+
+def test_what_is_not_registered_or_does_not_fit_is_refused() -> None:
+    admission = make()
+    made = sequence(admission, "a", list(range(8)))
+    with pytest.raises(NotFound, match="b is not registered"):
+        admission.offer("b", [], 8)
+    with pytest.raises(FailedPrecondition, match="num_tokens: 7 offered, 8 registered"):
+        admission.offer("a", [], 7)
+    with pytest.raises(FailedPrecondition, match="block_hashes"):
+        admission.offer("a", [b"x" * 32, b"y" * 32], 8)
+    with pytest.raises(NotFound, match="no reservation"):
+        admission.commit("a", [1])
+    offer(admission, made)
+    with pytest.raises(FailedPrecondition, match="being shipped already"):
+        offer(admission, made)
+
+
+@pytest.mark.parametrize("phase", ["registered", "waiting", "granted", "committed", "finished"])
+def test_unregister_frees_everything_once_in_every_phase(phase: str) -> None:
+    admission = make(num_blocks=5)
+    blocker = sequence(admission, "blocker", [7] * 12)
+    made = sequence(admission, "a", [1] * 12, max_tokens=3)
+    if phase == "waiting":
+        offer(admission, blocker)
+        admission.poll()
+    if phase in ("waiting", "granted"):
+        offer(admission, made)
+        admission.poll()
+    if phase in ("committed", "finished"):
+        ship(admission, made)
+    if phase == "finished":
+        run(admission)
+    for _ in range(2):
+        admission.unregister("a")
+        admission.withdraw("a", 0)
+    admission.unregister("blocker")
+    core = core_of(admission)
+    core.check_integrity()
+    assert core.pool.counts.used == 0
+    assert not core.sequences and admission.num_waiting == 0 and not core.has_work

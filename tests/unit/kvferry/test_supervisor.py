@@ -1,0 +1,133 @@
+"""Real child processes: ready lines, failures, restarts, draining, orphans."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvferry.errors import FailedPrecondition, Unavailable
+from kvferry.supervisor import Child, ChildSpec, Supervisor
+
+pytestmark = pytest.mark.processes
+
+CHILD = """
+import json, os, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1]); mode = sys.argv[2]; listen = sys.argv[4]
+lives = folder / "lives"
+life = int(lives.read_text()) + 1 if lives.exists() else 1
+lives.write_text(str(life))
+sys.stderr.write("one line of log\\n")
+if mode == "fails":
+    sys.stderr.write("error: tensor x is missing\\n"); sys.exit(3)
+if mode == "hangs":
+    time.sleep(600)
+if mode == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+else:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+print("some library printed this", flush=True)
+address = listen.replace(":0", ":4242") if listen.endswith(":0") else listen
+threads, nice, group = os.environ["OMP_NUM_THREADS"], os.nice(0), os.getpgid(0)
+ready = {"ready": True, "address": address, "life": life, "threads": threads, "nice": nice, "group": group}
+print(json.dumps(ready), flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ChildSpec]:
+    (tmp_path / "fake_service.py").write_text(CHILD)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.getcwd()}")
+    return lambda mode: ChildSpec("decode-0", "fake_service", [str(tmp_path), mode], num_threads=3, niceness=5)
+
+
+async def test_ready_child_has_its_environment(spec: Callable[[str], ChildSpec]) -> None:
+    lines: list[str] = []
+    async with Supervisor(relay=lines.append) as supervisor:
+        child = await supervisor.start(spec("serves"))
+        assert (child.address, child.ready["threads"]) == ("127.0.0.1:4242", "3")
+        assert child.ready["nice"] == os.nice(0) + 5
+        assert child.ready["group"] == child.pid != os.getpgid(0)
+    assert child.process.returncode == 0
+    assert {"one line of log", "some library printed this"} <= set(lines)
+
+
+async def test_child_that_fails_is_reported_with_its_own_words(spec: Callable[[str], ChildSpec]) -> None:
+    async with Supervisor() as supervisor:
+        with pytest.raises(FailedPrecondition, match=r"decode-0 ended with exit code 3.*: tensor x is missing"):
+            await supervisor.start(spec("fails"))
+
+
+async def test_child_that_never_gets_ready_is_killed_and_reported(spec: Callable[[str], ChildSpec]) -> None:
+    async with Supervisor(ready_timeout_s=1.0) as supervisor:
+        with pytest.raises(Unavailable, match=r"decode-0 was not ready after 1 s\n  one line of log"):
+            await supervisor.start(spec("hangs"))
+        assert supervisor.children[0].process.returncode == -signal.SIGKILL
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - another process's state has no event
+            await asyncio.sleep(0.01)
+
+
+async def test_child_that_dies_is_started_again_on_its_address(spec: Callable[[str], ChildSpec]) -> None:
+    async with Supervisor(min_backoff_s=0.01) as supervisor:
+        child: Child = await supervisor.start(spec("serves"))
+        first_pid = child.pid
+        os.kill(first_pid, signal.SIGKILL)
+        await _until(lambda: child.ready["life"] == 2)
+        assert child.pid != first_pid
+        assert (child.address, child.num_restarts) == ("127.0.0.1:4242", 1)
+
+
+@pytest.mark.parametrize("how", ["grace", "hurry"])
+async def test_child_that_ignores_sigterm_is_killed(spec: Callable[[str], ChildSpec], how: str) -> None:
+    supervisor = Supervisor(grace_s=0.1 if how == "grace" else 600)
+    child = await supervisor.start(spec("stubborn"))
+    if how == "hurry":
+        supervisor.hurry()
+    async with asyncio.timeout(30):
+        await supervisor.stop()
+    assert child.process.returncode == -signal.SIGKILL
+
+
+PARENT = """
+import asyncio, json, sys
+from kvferry.supervisor import ChildSpec, Supervisor
+async def main():
+    supervisor = Supervisor()
+    child = await supervisor.start(ChildSpec("d", "fake_service", [sys.argv[1], "serves"]))
+    print(child.pid, flush=True)
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+async def test_children_end_when_their_parent_is_killed(spec: Callable[[str], ChildSpec], tmp_path: Path) -> None:
+    spec("serves")
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PARENT, str(tmp_path), stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    child_pid = json.loads(await parent.stdout.readline())
+    assert _is_running(child_pid)
+    parent.kill()
+    await parent.wait()
+    await _until(lambda: not _is_running(child_pid))

@@ -1,0 +1,60 @@
+"""Prefill task: what an attempt does next, event by event."""
+
+from __future__ import annotations
+
+from engine.outputs import ChunkComputed, SequenceFailed, SequenceStarted, TokenSampled
+from kvferry.errors import Internal, Unavailable
+from kvferry.sampling import Finish, FinishKind
+from kvtransfer.sender import ShipSummary
+from prefill_svc.task import (
+    CancelShipment,
+    FailAttempt,
+    OpenShipment,
+    PrefillTask,
+    ReportDone,
+    ReportFirstToken,
+    ShipFirstToken,
+    ShipTokens,
+)
+
+LENGTH = Finish(FinishKind.LENGTH)
+
+
+def test_blocks_leave_with_every_chunk_and_the_first_token_commits() -> None:
+    task = PrefillTask(has_target=True, received_ns=10)
+    assert task.on_output(SequenceStarted("a", 16, at_ns=30)) == [OpenShipment(), ShipTokens(16)]
+    assert task.on_output(ChunkComputed("a", 16, 32, 30, 40)) == [ShipTokens(32)]
+    report = ReportFirstToken(7, 0, None, num_cached_tokens=16, queue_ns=20, prefill_ns=15)
+    assert task.on_output(TokenSampled("a", 0, 7, None, at_ns=45)) == [report, ShipFirstToken(7)]
+    summary = ShipSummary(num_blocks_shipped=2)
+    assert not task.is_over
+    assert task.on_shipped(summary) == [ReportDone(summary)]
+    assert task.is_over
+
+
+def test_without_a_target_nothing_is_shipped() -> None:
+    task = PrefillTask(has_target=False, received_ns=0)
+    assert task.on_output(SequenceStarted("a", 0, at_ns=0)) == []
+    assert task.on_output(ChunkComputed("a", 4, 4, 0, 0)) == []
+    report, done = task.on_output(TokenSampled("a", 0, 7, LENGTH, at_ns=0))
+    assert isinstance(report, ReportFirstToken) and report.finish == LENGTH
+    assert done == ReportDone(ShipSummary())
+
+
+def test_a_first_token_that_ends_the_choice_commits_nothing() -> None:
+    task = PrefillTask(has_target=True, received_ns=0)
+    task.on_output(SequenceStarted("a", 0, at_ns=0))
+    finish = Finish(FinishKind.END_OF_SEQUENCE, token_id=2)
+    actions = task.on_output(TokenSampled("a", 0, 2, finish, at_ns=0))
+    assert [type(action) for action in actions] == [ReportFirstToken, CancelShipment, ReportDone]
+    assert task.on_shipped(ShipSummary()) == []
+
+
+def test_any_failure_ends_it_once() -> None:
+    task = PrefillTask(has_target=True, received_ns=0)
+    error = Unavailable("gone")
+    assert task.on_failed(error) == [FailAttempt(error)]
+    assert task.on_failed(error) == []
+    assert task.on_output(SequenceStarted("a", 0, at_ns=0)) == []
+    other = PrefillTask(has_target=True, received_ns=0)
+    assert other.on_output(SequenceFailed("a", Internal("x")))[0].__class__ is FailAttempt
