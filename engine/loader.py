@@ -9,6 +9,7 @@ two chunks over scattered blocks has to give the logits of transformers' own att
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from engine.model_folder import check_model_folder, model_fingerprint
 from engine.paged_attention import ATTENTION_NAME, AttentionCall, PagedBatch, build_paged_batch, register_attention
 from kvferry.errors import FailedPrecondition
 from kvferry.kv_layout import KvLayout
+
+logger = logging.getLogger(__name__)
 
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 RESCALING_ROPE_TYPES = frozenset({"dynamic", "longrope"})
@@ -105,6 +108,8 @@ def _context_limit(folder: Path, config: PreTrainedConfig, max_context: int | No
 
 
 def _refuse_by_config(folder: Path, config: PreTrainedConfig, max_context: int) -> None:
+    if getattr(config, "_heterogeneity_spec", None) is not None:  # reading anything else of it may raise
+        raise FailedPrecondition(f"{folder}: {config.model_type} has layers with configurations of their own")
     reasons = {
         "is an encoder-decoder model": config.is_encoder_decoder,
         "is a multimodal model; only text models are served": config.get_text_config() is not config,
@@ -126,7 +131,7 @@ def _rope_can_rescale(config: PreTrainedConfig, max_context: int) -> bool:
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, Mapping)]
     for rope in nested or [parameters]:
-        original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        original = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
         if rope.get("rope_type") in RESCALING_ROPE_TYPES and max_context > original:
             return True
     return False
@@ -144,18 +149,30 @@ def _read_weights(folder: Path, config: PreTrainedConfig, dtype: str) -> PreTrai
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # refused by name below
             output_loading_info=True,
         )
     except Exception as error:  # the library raises anything; the reason is passed on
         raise FailedPrecondition(f"{folder}: its weights cannot be loaded ({error})") from error
     model: PreTrainedModel = loaded[0]
-    missing = sorted(loaded[1]["missing_keys"])
+    _refuse_by_tensors(folder, loaded[1])
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
+
+
+def _refuse_by_tensors(folder: Path, info: Mapping[str, Any]) -> None:
+    """Weights that transformers would fill with random numbers; tensors that it does not use are only worth a warning."""
+    missing, mismatched, unexpected = (
+        sorted(info[kind]) for kind in ("missing_keys", "mismatched_keys", "unexpected_keys")
+    )
     if missing:
         raise FailedPrecondition(
             f"{folder}: {len(missing)} tensor(s) of the model are in no weight file, the first is {missing[0]}"
         )
-    model.eval()  # type: ignore[no-untyped-call]
-    return model
+    for name, in_file, in_model in mismatched:
+        raise FailedPrecondition(f"{folder}: tensor {name} has shape {list(in_file)}, the model needs {list(in_model)}")
+    if unexpected:
+        logger.warning("%s: %d tensor(s) are not used, the first is %s", folder, len(unexpected), unexpected[0])
 
 
 def _dry_run(folder: Path, model: PreTrainedModel) -> list[AttentionCall]:

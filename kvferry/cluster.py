@@ -18,12 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from kvferry.client import Client
 from kvferry.config import Config, to_toml
-from kvferry.errors import FailedPrecondition, KvferryError, Unavailable
+from kvferry.errors import FailedPrecondition, Unavailable
 from kvferry.host import num_cores
 from kvferry.supervisor import WORKER_NICENESS, Child, ChildSpec, Supervisor
 
 POLL_INTERVAL_S = 0.05
+STOP_MARGIN_S = 5.0
+"""Children end within their own grace period; this much later they are killed."""
 MODULES = {"prefill": "prefill_svc", "decode": "decode_svc"}
 
 
@@ -130,32 +133,26 @@ class LocalCluster:
 
     async def _wait_accepted(self, router: str) -> None:
         """Until the router calls every worker ready; raises FailedPrecondition for one that it refuses."""
-        from kvferry.client import Client  # only the parent of a cluster needs it, and it loads the protos
-
-        problem = "nothing yet"
+        problem = "it does not answer"
         try:
             async with asyncio.timeout(self._ready_timeout_s), Client(router) as client:
-                while True:
-                    try:
-                        workers = await client.workers()
-                    except KvferryError as error:
-                        problem = error.message
-                        await asyncio.sleep(POLL_INTERVAL_S)
-                        continue
-                    for worker in workers:
-                        if worker.state == "refused":
-                            raise FailedPrecondition(f"the router refuses worker {worker.id}: {worker.reason}")
-                    waiting = [f"{worker.address} is {worker.state}" for worker in workers if worker.state != "ready"]
-                    if not waiting and len(workers) == len(self._workers):
-                        return
-                    problem = "; ".join(waiting)
+                while problem := await self._what_is_missing(client):
                     await asyncio.sleep(POLL_INTERVAL_S)
         except TimeoutError:
             raise Unavailable(f"the router is not ready after {self._ready_timeout_s:g} s: {problem}") from None
 
-
-STOP_MARGIN_S = 5.0
-"""Children end within their own grace period; this much later they are killed."""
+    async def _what_is_missing(self, client: Client) -> str:
+        """Why requests cannot be served yet; empty when they can."""
+        try:
+            workers = await client.workers()
+        except Unavailable as error:
+            return error.message
+        for worker in workers:
+            if worker.state == "refused":
+                raise FailedPrecondition(f"the router refuses worker {worker.id or worker.address}: {worker.reason}")
+        if len(workers) < len(self._workers):
+            return f"{len(workers)} of {len(self._workers)} workers are listed"
+        return "; ".join(f"{worker.address} is {worker.state}" for worker in workers if worker.state != "ready")
 
 
 def check_can_listen(listen: str) -> None:

@@ -4,7 +4,8 @@
     path of a .gguf file                    `python -m engine.gguf` → <cache>/models/<stem>-<identity>/
     path of a folder        taken as it is
 
-A prepared folder holds config.json, tokenizer.json and safetensors weights (or a script, see engine/scripted.py). It appears whole or not at all.
+A prepared folder holds config.json, tokenizer.json and safetensors weights (or the script of a scripted model). It
+appears whole or not at all.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A worker process from start to end, the same for both roles; what differs is a `WorkerRole`.
 
-    configuration ─► model loaded, warm-up step ─► port bound ─► ready line ─► … ─► SIGTERM: drain ─► exit code 0
+configuration ─► model loaded, warm-up step ─► port bound ─► ready line ─► … ─► SIGTERM: drain ─► exit code 0
 """
 
 from __future__ import annotations

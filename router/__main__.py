@@ -12,7 +12,7 @@ from kvferry.config import Config, load_config
 from kvferry.errors import KvferryError
 from kvferry.process import StopSignals, print_ready
 from kvferry.rpc import run
-from kvferry.tasks import race
+from kvferry.tasks import run_until_first
 from kvferry.telemetry import configure_logging, log_event, start_telemetry
 from router.app import RouterApp
 
@@ -61,7 +61,7 @@ async def _serve(config: Config, instance: str) -> None:
     signals = StopSignals().install()
     telemetry = start_telemetry(config.telemetry, "router", instance)
     async with RouterApp(config, telemetry) as router:
-        await race(_announce(router), _wait(signals.requested))
+        await run_until_first(_announce(router), _wait(signals.requested))
         await signals.requested.wait()
         log_event(logger, "draining", grace_s=config.shutdown.grace_s)
         await router.drain(config.shutdown.grace_s, signals.hurried)

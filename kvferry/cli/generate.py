@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -10,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.console import note, write, write_json
-from kvferry.cli.options import ConfigOption, JsonOption, SetOption, TargetOption, configuration, target_of
+from kvferry.cli.console import write, write_json
+from kvferry.cli.options import ConfigOption, SetOption, TargetOption, configuration, target_of
 from kvferry.client import ChatMessage, Client, Completion, GenerateOptions, Prompt
 from kvferry.config import Config
-from kvferry.errors import InvalidArgument, KvferryError
+from kvferry.errors import InvalidArgument
 from kvferry.rpc import run
 from kvferry.telemetry import start_telemetry
 
@@ -36,7 +35,7 @@ def register(app: typer.Typer) -> None:
     app.command("chat", epilog='Example: kvferry chat --system "You answer in one sentence."')(chat)
 
 
-def generate(  # noqa: PLR0913 - one parameter an option
+def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; - reads standard input.")] = None,
     prompt_token_ids: Annotated[
         str | None, typer.Option("--prompt-token-ids", metavar="1,2,3", help="Token ids instead of text.")

@@ -96,7 +96,13 @@ class PairResult:
 
 
 def make_spec(
-    request_id: str, prompt: list[int], max_tokens: int, *, attempt: int = 1, num_prompt_tokens: int = 0, **sampling: Any
+    request_id: str,
+    prompt: list[int],
+    max_tokens: int,
+    *,
+    attempt: int = 1,
+    num_prompt_tokens: int = 0,
+    **sampling: Any,
 ) -> SequenceSpec:
     """A greedy sequence unless `sampling` says otherwise."""
     params = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, **sampling})
@@ -134,9 +140,7 @@ class PairCaller:
         registered: worker_pb2.Registered = (await decode.read()).registered
         return registered
 
-    async def prefill(
-        self, spec: SequenceSpec, registered: worker_pb2.Registered | None, result: PairResult
-    ) -> None:
+    async def prefill(self, spec: SequenceSpec, registered: worker_pb2.Registered | None, result: PairResult) -> None:
         """The Prefill call from begin to end."""
         target = None
         if registered is not None:

@@ -56,18 +56,18 @@ def test_max_context_can_be_lowered_only(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("num_blocks", 0),
-        ("block_size", 0),
-        ("num_threads", 0),
-        ("dtype", "int4"),
-        ("device", "tpu"),
-        ("max_context", 0),
-    ],
+    [("block_size", 0), ("num_threads", 0), ("dtype", "int4"), ("device", "tpu"), ("max_context", 0)],
 )
 def test_a_wrong_setting_is_named(field: str, value: object) -> None:
     with pytest.raises(InvalidArgument, match=field):
         replace(CONFIG, **{field: value})  # type: ignore[arg-type]
+
+
+def test_the_pool_may_depend_on_the_size_of_a_block(runner: Runner) -> None:
+    sized = replace(CONFIG, num_blocks=lambda block_bytes: 10 * block_bytes)
+    assert sized.pool_blocks(runner.layout) == 10 * runner.layout.block_bytes
+    with pytest.raises(InvalidArgument, match="num_blocks"):
+        replace(CONFIG, num_blocks=0).pool_blocks(runner.layout)
 
 
 def test_only_slices_that_ask_get_tokens(runner: Runner) -> None:

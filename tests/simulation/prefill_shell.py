@@ -1,0 +1,190 @@
+"""A prefill worker: the real `PrefillTask` and engine in a shell that does, with callbacks, what `prefill_svc` does.
+
+A Prefill call owns one attempt. Whatever ends the call first ends the shipment, which reads the blocks, and only then
+has the engine free them.
+"""
+
+from __future__ import annotations
+
+from engine.core import EngineCore
+from engine.outputs import Output
+from engine.sequence import Sequence
+from engine.specs import sequence_from_spec
+from kvferry.errors import DataLoss, KvferryError
+from kvferry.wire import SequenceSpec
+from kvtransfer.messages import Offer
+from prefill_svc.task import (
+    CancelShipment,
+    FailAttempt,
+    OpenShipment,
+    PrefillTask,
+    ReportDone,
+    ReportFirstToken,
+    ShipFirstToken,
+    ShipTokens,
+    TaskAction,
+)
+from router.events import FirstToken, PrefillDone, ShipTo
+from tests.simulation.engine_host import EngineHost, PendingCommand
+from tests.simulation.messages import PrefillStart
+from tests.simulation.network import PROGRESS_TIMEOUT_NS, End, Life, Network, StreamHandler
+from tests.simulation.oracle import BlockOracle
+from tests.simulation.shipment import FrameFaults, Shipment
+
+
+class PrefillCall:
+    """One Prefill call."""
+
+    def __init__(self, worker: PrefillWorker, end: End) -> None:
+        self._worker = worker
+        self._end = end
+        self._spec: SequenceSpec | None = None
+        self._target: ShipTo | None = None
+        self._sequence: Sequence | None = None
+        self._task: PrefillTask | None = None
+        self._shipment: Shipment | None = None
+        self._adding: PendingCommand | None = None
+        self._block_ids: list[int] = []
+        self._is_over = False
+
+    def on_message(self, message: object) -> None:
+        assert isinstance(message, PrefillStart)
+        worker, spec, target = self._worker, message.spec, message.target
+        self._spec, self._target = spec, target
+        has_target = target is not None
+        sequence = sequence_from_spec(
+            spec, worker.core, arrival=worker.next_arrival(), hold_after_prefill=has_target
+        )
+        self._sequence = sequence
+        self._task = PrefillTask(has_target=has_target, received_ns=worker.life.world.now_ns)
+        worker.calls[spec.id.seq_id] = self
+        self._adding = worker.engine.submit(lambda core: core.add(sequence), self._on_added)
+
+    def on_end(self, error: KvferryError | None) -> None:
+        self._leave()
+
+    def take(self, output: Output) -> None:
+        """The engine said something."""
+        assert self._task is not None
+        self._perform(self._task.on_output(output))
+
+    def _on_added(self, result: object) -> None:
+        if isinstance(result, KvferryError) and not self._is_over:
+            self._on_failed(result)
+
+    def _on_failed(self, error: KvferryError) -> None:
+        assert self._task is not None
+        self._perform(self._task.on_failed(error))
+
+    def _perform(self, actions: list[TaskAction]) -> None:
+        for action in actions:
+            if not self._is_over:
+                self._perform_one(action)
+
+    def _perform_one(self, action: TaskAction) -> None:
+        assert self._spec is not None
+        attempt = self._spec.id.attempt
+        match action:
+            case OpenShipment():
+                self._open_shipment()
+            case ShipTokens(num_computed_tokens=num_tokens):
+                if self._shipment is not None:
+                    self._shipment.on_tokens_computed(num_tokens)
+            case ShipFirstToken(token_id=token_id):
+                if self._shipment is not None:
+                    self._shipment.on_first_token(token_id)
+            case CancelShipment():
+                pass  # the call ends with the next action, and the shipment with it
+            case ReportFirstToken():
+                self._end.send(FirstToken(attempt, action.token_index, action.token_id, action.finish))
+            case ReportDone():
+                self._end.send(PrefillDone(attempt))
+                self._leave()
+                self._end.close()
+            case FailAttempt(error=error):
+                self._leave(error)
+                self._end.close(error)
+
+    def _open_shipment(self) -> None:
+        assert self._target is not None
+        assert self._sequence is not None
+        worker = self._worker
+        self._block_ids = self._sequence.block_table  # complete from the first chunk on, kept until the call ends
+        self._shipment = Shipment(
+            worker.life,
+            worker.network,
+            self._target.address,
+            self._offer(self._target),
+            read=self._read,
+            faults=worker.faults,
+            on_shipped=lambda summary: self._perform([] if self._task is None else self._task.on_shipped(summary)),
+            on_failed=self._on_failed,
+        )
+
+    def _offer(self, target: ShipTo) -> Offer:
+        assert self._spec is not None
+        assert self._sequence is not None
+        layout, num_tokens = self._worker.core.layout, self._sequence.num_given_tokens
+        hashes = self._sequence.block_hashes(num_tokens // layout.block_size, layout.block_size)
+        return Offer(self._spec.id, target.epoch, layout, tuple(hashes), num_tokens, PROGRESS_TIMEOUT_NS / 1e9)
+
+    def _read(self, block_index: int, num_tokens: int) -> bytes | memoryview:
+        runner = self._worker.core.runner
+        block_id = self._block_ids[block_index]
+        if num_tokens < runner.layout.block_size:
+            return runner.copy_partial(block_id, num_tokens)
+        return runner.block_view(block_id)
+
+    def _leave(self, error: KvferryError | None = None) -> None:
+        """The call has ended: first nothing is read any more, then the blocks are freed."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if self._sequence is None:
+            return
+        worker, sequence = self._worker, self._sequence
+        del worker.calls[sequence.seq_id]
+        if self._adding is not None:
+            self._adding.cancel()
+        self._end_shipment()
+        if isinstance(error, DataLoss):
+            worker.engine.submit(lambda core: core.drop_cached_from(sequence, 0))
+        worker.engine.submit(lambda core: core.remove(sequence.seq_id))
+
+    def _end_shipment(self) -> None:
+        if self._shipment is not None:
+            self._shipment.leave()
+
+
+class PrefillWorker:
+    """One life of a prefill worker."""
+
+    def __init__(
+        self, life: Life, core: EngineCore, oracle: BlockOracle, network: Network, faults: FrameFaults
+    ) -> None:
+        self.life = life
+        self.core = core
+        self.network = network
+        self.faults = faults
+        self.engine = EngineHost(life, core, oracle, before_step=list, deliver=self._deliver)
+        self.calls: dict[str, PrefillCall] = {}
+        self._num_arrived = 0
+
+    def accept(self, method: str, end: End) -> StreamHandler:
+        """A new call."""
+        assert method == "prefill"
+        return PrefillCall(self, end)
+
+    def next_arrival(self) -> int:
+        self._num_arrived += 1
+        return self._num_arrived
+
+    def leftovers(self) -> list[str]:
+        """What should not be there when nothing runs any more."""
+        return [f"calls: {list(self.calls)}"] if self.calls else []
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            call = self.calls.get(output.seq_id)
+            if call is not None:
+                call.take(output)

@@ -1,0 +1,177 @@
+"""GGUF conversion, on a tiny Llama written with the gguf library: weights, tokenizer, ending ids, damage, atomicity."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import pre_tokenizers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from engine.gguf import convert_gguf, main
+from engine.loader import load_model
+from kvferry.errors import FailedPrecondition
+from tests.support.models import random_model
+
+HEADS, KV_HEADS, HEAD_DIM, LAYERS, HIDDEN, INNER = 4, 2, 8, 2, 32, 48
+TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+TOKENS = [*SPECIAL, *ALPHABET, "ĠĠ", "ĠĠĠ", "ĠĠĠĠ", "12"]
+MERGES = ["Ġ Ġ", "ĠĠ Ġ", "ĠĠ ĠĠ", "1 2"]
+
+CONFIG = LlamaConfig(
+    vocab_size=len(TOKENS),
+    hidden_size=HIDDEN,
+    intermediate_size=INNER,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=HEADS,
+    num_key_value_heads=KV_HEADS,
+    max_position_embeddings=256,
+    tie_word_embeddings=True,
+)
+NAMES = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def permuted(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """Rows of a query or key projection in the order that GGUF keeps them in."""
+    return weight.reshape(num_heads, 2, HEAD_DIM // 2, -1).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(path: Path, pre_tokenizer: str = "smollm") -> dict[str, torch.Tensor]:
+    """Write a random model; returns its weights by their transformers names."""
+    weights = {name: tensor.detach() for name, tensor in random_model(CONFIG).named_parameters()}
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(256)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_rope_dimension_count(HEAD_DIM)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(len(TOKENS))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre_tokenizer)
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(TOKENS) - len(SPECIAL)))
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+    writer.add_tensor("token_embd.weight", weights["model.embed_tokens.weight"].numpy())
+    writer.add_tensor("output_norm.weight", weights["model.norm.weight"].numpy())
+    for layer in range(LAYERS):
+        for name, short in NAMES.items():
+            array = weights[f"model.layers.{layer}.{name}.weight"].numpy()
+            heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(short)
+            writer.add_tensor(f"blk.{layer}.{short}.weight", permuted(array, heads) if heads else array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return weights
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write_gguf(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def converted(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("converted") / "tiny"
+    convert_gguf(source, target)
+    return target
+
+
+def test_weights_are_exact(converted: Path, tmp_path: Path) -> None:
+    expected = write_gguf(tmp_path / "again.gguf")
+    ours = load_file(converted / "model.safetensors")
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+def test_the_folder_loads(converted: Path) -> None:
+    loaded = load_model(converted, dtype="float32", block_size=16)
+    assert loaded.max_context == 256
+    assert loaded.vocab_size == len(TOKENS)
+
+
+def test_ending_ids_and_chat_template_are_there(converted: Path) -> None:
+    generation = json.loads((converted / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == 2
+    described = json.loads((converted / "tokenizer_config.json").read_text())
+    assert described["chat_template"] == TEMPLATE
+    assert (described["bos_token"], described["eos_token"]) == ("<|im_start|>", "<|im_end|>")
+    assert described["model_max_length"] == 256
+    assert "local_files_only" not in described
+
+
+def test_the_tokenizer_cuts_as_the_original(converted: Path) -> None:
+    """Digits one by one, and blanks before a digit together: the rule of this family, which a plain GPT-2 lacks."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(converted)
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer("a    12<|im_end|>")["input_ids"])
+    assert pieces == ["a", "ĠĠĠĠ", "1", "2", "<|im_end|>"]
+
+
+@pytest.mark.parametrize("text", ["hello  world\n\tx = 1234", "日本語 🙂 naïve", "", " ", "<|im_start|>user\n"])
+def test_text_survives_the_round_trip(converted: Path, text: str) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(converted)
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_an_unknown_splitting_rule_is_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", pre_tokenizer="martian")
+    with pytest.raises(FailedPrecondition, match="martian"):
+        convert_gguf(tmp_path / "tiny.gguf", tmp_path / "target")
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.001, 0.05, 0.5, 0.99])
+def test_a_truncated_file_is_refused_and_leaves_nothing(source: Path, tmp_path: Path, kept: float) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    data = source.read_bytes()
+    damaged.write_bytes(data[: int(len(data) * kept)])
+    with pytest.raises(FailedPrecondition, match=r"damaged\.gguf"):
+        convert_gguf(damaged, tmp_path / "target")
+    assert [path.name for path in tmp_path.iterdir()] == ["damaged.gguf"]
+
+
+def test_an_existing_target_is_left_alone(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(FailedPrecondition, match="is there already"):
+        convert_gguf(source, tmp_path)
+    with pytest.raises(FailedPrecondition, match="no such GGUF file"):
+        convert_gguf(tmp_path / "none.gguf", tmp_path / "target")
+
+
+def test_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(source), str(tmp_path / "target")]) == 0
+    assert (tmp_path / "target" / "tokenizer.json").is_file()
+    assert "done" in capsys.readouterr().err
+    assert main(["--quiet", str(source), str(tmp_path / "target")]) == 1
+    assert "is there already" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    assert "example: python -m engine.gguf" in capsys.readouterr().out

@@ -1,0 +1,186 @@
+"""The command line, as a process, against a router with fixed answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from proto.kvferry.v1 import inference_pb2
+from tests.support.fake_router import TEXT, FakeRouter, start_fake_router
+
+pytestmark = pytest.mark.processes
+
+COMMANDS = [
+    (),
+    ("up",),
+    ("router",),
+    ("prefill",),
+    ("decode",),
+    ("generate",),
+    ("chat",),
+    ("models",),
+    ("models", "list"),
+    ("models", "prepare"),
+    ("workers",),
+    ("config",),
+]
+WORKER = inference_pb2.WorkerInfo(
+    id="decode-0", role="decode", pid=9, address="127.0.0.1:5", state="ready", num_blocks=3
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    code: int | None
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """No configuration but the defaults; the cache is empty."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
+    return {**kept, "KVFERRY_MODEL__CACHE_DIR": str(tmp_path / "cache"), "COLUMNS": "100", "NO_COLOR": "1"}
+
+
+async def kvferry(environment: dict[str, str], *arguments: str, stdin: str = "") -> Outcome:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvferry.cli.app", *arguments),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=environment,
+    )
+    stdout, stderr = await process.communicate(stdin.encode())
+    return Outcome(process.returncode, stdout.decode(), stderr.decode())
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    fake: FakeRouter
+    address: str
+
+
+@pytest_asyncio.fixture
+async def router() -> AsyncIterator[Running]:
+    fake = FakeRouter([WORKER])
+    server, address = await start_fake_router(fake)
+    yield Running(fake, address)
+    await server.drain(0)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+async def test_every_command_has_help_with_an_example(environment: dict[str, str], command: tuple[str, ...]) -> None:
+    outcome = await kvferry(environment, *command, "--help")
+    assert outcome.code == 0
+    assert "Example: kvferry " in outcome.stdout
+
+
+async def test_generate_json_is_one_object_with_the_promised_keys(environment: dict[str, str], router: Running) -> None:
+    arguments = ["--target", router.address, "--json", "--max-tokens", "8", "--temperature", "0", "--ignore-eos"]
+    outcome = await kvferry(environment, "generate", *arguments, "--prompt-token-ids", "1,2,3")
+    assert (outcome.code, outcome.stderr) == (0, "")
+    response = json.loads(outcome.stdout)
+    assert response["choices"][0]["token_ids"] == [5, 6, 2]
+    assert response["choices"][0]["text"] == TEXT
+    assert response["choices"][0]["finish_reason"] == "end_of_sequence"
+    assert response["usage"] == {"prompt_tokens": 4, "completion_tokens": 3, "cached_tokens": 1}
+    assert response["timings"]["num_blocks_shipped"] == 2
+    assert response["seed"] == 7
+    (request,) = router.fake.requests
+    assert list(request.token_ids.ids) == [1, 2, 3]
+    assert request.stopping == inference_pb2.StoppingOptions(max_tokens=8, ignore_eos=True)
+    assert request.sampling == inference_pb2.SamplingOptions(temperature=0.0)
+
+
+async def test_generate_writes_the_text(environment: dict[str, str], router: Running) -> None:
+    outcome = await kvferry(environment, "generate", "--target", router.address, "-", stdin="from a pipe")
+    assert outcome == Outcome(0, TEXT + "\n", "")
+    assert router.fake.requests[0].text == "from a pipe"
+
+
+async def test_target_comes_from_the_configuration_too(environment: dict[str, str], router: Running) -> None:
+    outcome = await kvferry({**environment, "KVFERRY_ROUTER__GRPC_LISTEN": router.address}, "generate", "x")
+    assert outcome == Outcome(0, TEXT + "\n", "")
+
+
+async def test_chat_keeps_the_conversation(environment: dict[str, str], router: Running) -> None:
+    arguments = ["chat", "--target", router.address, "--system", "Be brief."]
+    outcome = await kvferry(environment, *arguments, stdin="one\ntwo\n")
+    assert outcome == Outcome(0, f"{TEXT}\n{TEXT}\n", "")
+    roles = [message.role for message in router.fake.requests[1].chat.messages]
+    assert roles == ["system", "user", "assistant", "user"]
+
+
+async def test_workers_as_json_and_as_a_table(environment: dict[str, str], router: Running) -> None:
+    outcome = await kvferry(environment, "workers", "--target", router.address, "--json")
+    (worker,) = json.loads(outcome.stdout)
+    assert {key: worker[key] for key in ("id", "role", "pid", "address")} == {
+        "id": "decode-0",
+        "role": "decode",
+        "pid": 9,
+        "address": "127.0.0.1:5",
+    }
+    table = await kvferry(environment, "workers", "--target", router.address)
+    assert "decode-0" in table.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("generate", "--target", "{router}", "--tier", "gold", "x"), 1, "error: tier: there is no tier 'gold'"),
+        (("generate", "--target", "127.0.0.1:1", "x"), 1, "error: 127.0.0.1:1: "),
+        (("generate", "--target", "nonsense", "x"), 1, "error: --target: must be HOST:PORT"),
+        (("generate", "--prompt-token-ids", "1,a"), 1, "error: --prompt-token-ids: must be numbers"),
+        (("generate", "--max-tokens", "-1", "x"), 1, "error: max_tokens: cannot be -1"),
+        (("generate",), 2, "give either PROMPT or --prompt-token-ids"),
+        (("generate", "--no-such-option"), 2, "No such option"),
+        (("config", "--set", "engine.block_sise=8"), 1, "error: engine.block_sise: unknown key; the nearest known"),
+        (("config", "--set", "engine.block_size=0"), 1, "error: engine.block_size: "),
+        (("config", "--set", "x"), 1, "error: --set: must be SECTION.KEY=VALUE"),
+        (("config", "--config", "nowhere.toml"), 1, "error: --config: cannot read nowhere.toml"),
+        (("models", "prepare", "gpt-7"), 1, "error: model.name: there is no model 'gpt-7'; known: smollm2"),
+        (("prefill", "--model", "/no/such/folder"), 1, "error: model.name: /no/such/folder does not exist"),
+        (("router", "--prefill", "h:1"), 1, "error: router.decode: names no worker"),
+        (("up", "--dtype", "int4"), 1, "error: model.dtype: "),
+    ],
+)
+async def test_errors_are_one_line_without_a_traceback(
+    environment: dict[str, str], router: Running, arguments: tuple[str, ...], code: int, words: str
+) -> None:
+    outcome = await kvferry(environment, *(part.format(router=router.address) for part in arguments))
+    assert outcome.code == code
+    assert words in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+    if code == 1:
+        assert len(outcome.stderr.splitlines()) == 1
+
+
+async def test_printed_configuration_is_read_back(environment: dict[str, str], tmp_path: Path) -> None:
+    first = await kvferry(environment, "config", "--set", "engine.block_size=32", "--set", "router.prefill=a:1,b:2")
+    assert 'prefill = ["a:1", "b:2"]' in first.stdout
+    file = tmp_path / "effective.toml"
+    file.write_text(first.stdout)
+    assert await kvferry(environment, "config", "--config", str(file)) == first
+
+
+async def test_models_list_shows_what_is_prepared(environment: dict[str, str]) -> None:
+    outcome = await kvferry(environment, "models", "list", "--json")
+    (model,) = json.loads(outcome.stdout)
+    assert (model["name"], model["prepared"]) == ("smollm2-135m-instruct", False)
+
+
+async def test_reader_that_leaves_is_no_traceback(environment: dict[str, str]) -> None:
+    process = await asyncio.create_subprocess_shell(
+        f"{sys.executable} -m kvferry.cli.app config | true", stderr=asyncio.subprocess.PIPE, env=environment
+    )
+    _, stderr = await process.communicate()
+    assert stderr == b""

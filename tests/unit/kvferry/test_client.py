@@ -1,0 +1,84 @@
+"""The public client against a router with fixed answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvferry.client import ChatMessage, Client, GenerateOptions, Prompt
+from kvferry.errors import DataLoss, InvalidArgument
+from kvferry.sampling import Finish, FinishKind
+from proto.kvferry.v1 import inference_pb2
+from tests.support.fake_router import TEXT, FakeRouter, start_fake_router
+
+
+@asynccontextmanager
+async def connected(fake: FakeRouter) -> AsyncIterator[Client]:
+    server, address = await start_fake_router(fake)
+    try:
+        async with Client(address) as client:
+            yield client
+    finally:
+        await server.drain(0)
+
+
+async def test_completion_gathers_all_events() -> None:
+    async with connected(FakeRouter()) as client:
+        completion = await client.complete(GenerateOptions(prompt="x", request_id="label", tier="batch"))
+    (choice,) = completion.choices
+    assert (choice.text, choice.token_ids) == (TEXT, [5, 6, 2])
+    assert choice.finish == Finish(FinishKind.END_OF_SEQUENCE, token_id=2)
+    assert (completion.started.request_id, completion.started.tier) == ("label", "batch")
+    assert (completion.usage.completion_tokens, completion.timings.num_blocks_shipped) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "words"), [((4,), "last message"), ((1,), "token 1 came after 0"), ((2,), "1 tok")]
+)
+async def test_lost_events_are_an_error(left_out: Sequence[int], words: str) -> None:
+    async with connected(FakeRouter(left_out=left_out)) as client:
+        with pytest.raises(DataLoss, match=words):
+            await client.complete(GenerateOptions(prompt="x"))
+
+
+async def test_events_can_be_read_one_by_one_and_left() -> None:
+    async with connected(FakeRouter()) as client:
+        async with client.generate(GenerateOptions(prompt="x")) as events:
+            async for event in events:
+                assert event.WhichOneof("event") == "started"
+                break
+        assert (await client.capabilities()).model == "fake"
+        assert await client.abort("a", "b") == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind"),
+    [("text", "text"), ([1, 2], "token_ids"), ([], "token_ids"), ([ChatMessage("user", "hi")], "chat")],
+)
+def test_prompts_of_each_kind(prompt: Prompt, kind: str) -> None:
+    assert GenerateOptions(prompt=prompt).to_pb().WhichOneof("prompt") == kind
+
+
+def test_unset_options_stay_unset_and_set_ones_are_all_sent() -> None:
+    assert not GenerateOptions(prompt="x").to_pb().sampling.HasField("temperature")
+    request = GenerateOptions(prompt="x", temperature=0.0, seed=2**64 - 1, stop=["a"], ignore_eos=False).to_pb()
+    assert request.sampling == inference_pb2.SamplingOptions(temperature=0.0, seed=2**64 - 1)
+    assert request.stopping == inference_pb2.StoppingOptions(stop=["a"], ignore_eos=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (GenerateOptions(prompt="x", max_tokens=-1), "max_tokens"),
+        (GenerateOptions(prompt="x", seed=2**64), "seed"),
+        (GenerateOptions(prompt=[-1]), "token_ids"),
+        (GenerateOptions(prompt="\ud800"), "text"),
+        (GenerateOptions(prompt="x", stop_token_ids=[2**32]), "stop_token_ids"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused_by_name(options: GenerateOptions, field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        options.to_pb()
+    assert caught.value.field == field
