@@ -53,7 +53,7 @@ $(STAMP): requirements.lock pyproject.toml
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing the packages of requirements.lock into $(VENV)"
 	@$(PIP) install -r requirements.lock
-	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@$(PIP) install --no-deps --no-build-isolation --editable . > $(VENV)/install.log 2>&1 || { cat $(VENV)/install.log; exit 1; }
 	@touch $@
 
 protos: $(VENV)/.protos

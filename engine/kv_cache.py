@@ -6,11 +6,14 @@ may use which block is the block manager's business.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from kvferry.kv_layout import KvLayout
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ALIGNMENT_BYTES = 64
+"""Of the pool's first byte: a cache line."""
 
 
 class PagedKvCache:
@@ -21,7 +24,7 @@ class PagedKvCache:
         self.num_blocks = num_blocks
         heads = (layout.num_kv_heads, layout.block_size, layout.head_dim)
         shape = (num_blocks, layout.num_layers, 2, *heads)
-        self.tensor = torch.zeros(shape, dtype=TORCH_DTYPES[layout.dtype], device=device)  # pages come when touched
+        self.tensor = _zeroed(num_blocks * layout.block_bytes).view(TORCH_DTYPES[layout.dtype]).view(shape).to(device)
         self._bytes = self.tensor.view(torch.uint8).view(-1).numpy().data  # through uint8: NumPy has no bfloat16
 
     def block_view(self, block_id: int) -> memoryview:
@@ -36,3 +39,10 @@ class PagedKvCache:
         slab = self.tensor[block_id].clone()  # [num_layers, 2, num_kv_heads, block_size, head_dim]
         slab[:, :, :, num_tokens:] = 0
         return slab.view(torch.uint8).numpy().tobytes()
+
+
+def _zeroed(num_bytes: int) -> torch.Tensor:
+    """Zero bytes whose pages come when touched; `torch.zeros` touches all of them at once, seconds for a large pool."""
+    memory = np.zeros(num_bytes + ALIGNMENT_BYTES, dtype=np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT_BYTES
+    return torch.from_numpy(memory[start : start + num_bytes])

@@ -131,7 +131,7 @@ def _rope_can_rescale(config: PreTrainedConfig, max_context: int) -> bool:
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, Mapping)]
     for rope in nested or [parameters]:
-        original = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
+        original = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None) or 0
         if rope.get("rope_type") in RESCALING_ROPE_TYPES and max_context > original:
             return True
     return False
@@ -161,7 +161,7 @@ def _read_weights(folder: Path, config: PreTrainedConfig, dtype: str) -> PreTrai
 
 
 def _refuse_by_tensors(folder: Path, info: Mapping[str, Any]) -> None:
-    """Weights that transformers would fill with random numbers; tensors that it does not use are only worth a warning."""
+    """Weights that transformers would make up; tensors that it does not use are only worth a warning."""
     missing, mismatched, unexpected = (
         sorted(info[kind]) for kind in ("missing_keys", "mismatched_keys", "unexpected_keys")
     )

@@ -49,7 +49,6 @@ class RunnerConfig:
         if self.max_context is not None and self.max_context < 1:
             raise InvalidArgument("max_context", f"{self.max_context} is below the least value, 1")
 
-
     def pool_blocks(self, layout: KvLayout) -> int:
         """Blocks in the pool for blocks of `layout`; InvalidArgument when there are none."""
         num_blocks = self.num_blocks if isinstance(self.num_blocks, int) else self.num_blocks(layout.block_bytes)

@@ -12,11 +12,11 @@ from __future__ import annotations
 import asyncio
 import socket
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from kvferry.client import Client
 from kvferry.config import Config, to_toml
@@ -82,12 +82,12 @@ class LocalCluster:
         try:
             await self._start()
         except BaseException:
-            await self._stack.aclose()
+            await _finish(self._stack.aclose())
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
+        await _finish(self._stack.aclose())
 
     def hurry(self) -> None:
         """Cuts the grace period of the children short."""
@@ -115,6 +115,8 @@ class LocalCluster:
         self._router = await self._supervisor.start(
             ChildSpec("router", "router", ["--config", str(file)], listen=self._config.router.grpc_listen)
         )
+        # First out: it drains what runs, and for that it needs the workers.
+        self._stack.push_async_callback(self._supervisor.stop_child, self._router)
         await self._wait_accepted(self._router.address)
 
     def _numbered_roles(self) -> list[tuple[int, str]]:
@@ -136,7 +138,7 @@ class LocalCluster:
         problem = "it does not answer"
         try:
             async with asyncio.timeout(self._ready_timeout_s), Client(router) as client:
-                while problem := await self._what_is_missing(client):
+                while problem := await self._what_is_missing(client):  # noqa: ASYNC110 - another process's state
                     await asyncio.sleep(POLL_INTERVAL_S)
         except TimeoutError:
             raise Unavailable(f"the router is not ready after {self._ready_timeout_s:g} s: {problem}") from None
@@ -168,6 +170,20 @@ def check_can_listen(listen: str) -> None:
             probe.listen()
     except OSError as error:
         raise FailedPrecondition(f"cannot listen on {listen}: {error.strerror or error}", field="listen") from error
+
+
+async def _finish(ending: Coroutine[Any, Any, None]) -> None:
+    """Runs `ending` to its end even when this task is cancelled meanwhile: no child may be left behind."""
+    task = asyncio.ensure_future(ending)
+    is_cancelled = False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            is_cancelled = True
+    if is_cancelled:
+        raise asyncio.CancelledError
+    task.result()
 
 
 async def _all_or_first_error(

@@ -91,7 +91,7 @@ class Supervisor:
         self._relay = relay
         self._min_backoff_s = min_backoff_s
         self._children: list[Child] = []
-        self._watchers: list[asyncio.Task[None]] = []
+        self._watchers: dict[str, asyncio.Task[None]] = {}
         self._readers: set[asyncio.Task[None]] = set()
         self._hurry = asyncio.Event()
 
@@ -113,26 +113,34 @@ class Supervisor:
         child = Child(spec, await _spawn(spec, spec.listen))
         self._children.append(child)
         await self._wait_ready(child)
-        self._watchers.append(asyncio.create_task(self._keep_alive(child), name=f"watch-{spec.name}"))
+        self._watchers[spec.name] = asyncio.create_task(self._keep_alive(child), name=f"watch-{spec.name}")
         return child
 
     def hurry(self) -> None:
         """Cuts the grace period of a running `stop` short."""
         self._hurry.set()
 
+    async def stop_child(self, child: Child) -> None:
+        """SIGTERM to one child, the grace period, then SIGKILL; it is not restarted."""
+        await self._end([child])
+
     async def stop(self) -> None:
-        """SIGTERM to every child, the grace period, then SIGKILL to those that are left."""
-        for watcher in self._watchers:
+        """The same for all that still run, at once."""
+        await self._end(self._children)
+        for task in list(self._readers):
+            task.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+
+    async def _end(self, children: Sequence[Child]) -> None:
+        watchers = [self._watchers.pop(child.spec.name) for child in children if child.spec.name in self._watchers]
+        for watcher in watchers:
             watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
-        running = [child for child in self._children if child.process.returncode is None]
+        await asyncio.gather(*watchers, return_exceptions=True)
+        running = [child for child in children if child.process.returncode is None]
         for child in running:
             _signal(child, signal.SIGTERM)
         if running:
             await self._wait_ended(running)
-        for task in list(self._readers):
-            task.cancel()
-        await asyncio.gather(*self._readers, return_exceptions=True)
 
     async def _wait_ended(self, running: Sequence[Child]) -> None:
         ended = asyncio.gather(*(child.process.wait() for child in running))

@@ -18,6 +18,17 @@ if TYPE_CHECKING:  # subscripted at type-check time only; at run time the class 
 MAX_STATUS_INTERVAL_S = 1.0
 """Load figures a router decides by are never older than this."""
 
+MIN_PROGRESS_TIMEOUT_S = 0.1
+"""Heartbeats come three times as often; below this they would be the work."""
+MAX_PROGRESS_TIMEOUT_S = 3600.0
+
+
+def check_progress_timeout(field: str, timeout_s: float) -> None:
+    """Raises InvalidArgument naming `field` and the limits."""
+    if not MIN_PROGRESS_TIMEOUT_S <= timeout_s <= MAX_PROGRESS_TIMEOUT_S:
+        allowed = f"{MIN_PROGRESS_TIMEOUT_S:g} … {MAX_PROGRESS_TIMEOUT_S:g} seconds"
+        raise InvalidArgument(field, f"must be {allowed}, got {timeout_s:g}")
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
@@ -90,8 +101,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         request: worker_pb2.WatchRequest,
         context: ServicerContext[worker_pb2.WatchRequest, worker_pb2.WatchResponse],
     ) -> None:
-        if not request.progress_timeout_s > 0:
-            raise InvalidArgument("progress_timeout_s", f"must be above 0, got {request.progress_timeout_s}")
+        check_progress_timeout("progress_timeout_s", request.progress_timeout_s)
         interval_s = min(request.progress_timeout_s / 3, MAX_STATUS_INTERVAL_S)
         while True:
             if self._is_alive():

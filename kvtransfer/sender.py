@@ -202,7 +202,7 @@ class ShipSender:
             return actions
         while self._pending and self._is_ready(self._pending[0]):
             actions.append(self._send(self._pending.popleft()))
-        if self._first_token_ids and not self._pending:
+        if self._first_token_ids:  # then everything wanted was ready
             self._state = SenderState.COMMITTING
             actions.append(SendCommit(self._first_token_ids))
         return actions

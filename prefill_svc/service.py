@@ -19,7 +19,7 @@ from engine.mailboxes import Mailboxes
 from engine.outputs import ChunkComputed, Output, SequenceStarted
 from engine.sequence import Sequence
 from engine.specs import sequence_from_spec
-from kvferry.errors import DataLoss, FailedPrecondition, InvalidArgument, Unavailable
+from kvferry.errors import DataLoss, FailedPrecondition, InvalidArgument, KvferryError, Unavailable
 from kvferry.rpc import HeartbeatWriter
 from kvferry.stats import ShipCounters
 from kvferry.tasks import run_until_first
@@ -113,10 +113,12 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
     ) -> None:
         self.state.check_admits(self.identity)
         timeout_s = request.progress_timeout_s
-        if not timeout_s > 0:
-            raise InvalidArgument("progress_timeout_s", f"must be above 0, got {timeout_s}")
+        check_progress_timeout("progress_timeout_s", timeout_s)
         spec = spec_from_pb(request.sequence)
         target = request.target if request.HasField("target") else None
+        num_left = spec.sampling.max_tokens - (len(spec.token_ids) - spec.num_prompt_tokens)
+        if target is None and num_left > 1:  # a batch that decodes may preempt, and blocks on their way out must stay
+            raise InvalidArgument("target", f"must be set: {num_left} tokens are to be made, this worker makes one")
         async with self._queued(spec, hold=target is not None) as sequence:
             run = _PrefillRun(self, spec, sequence, target, timeout_s)
             async with HeartbeatWriter(
@@ -133,17 +135,17 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
         self._num_arrived += 1
         core = self.engine.core
         sequence = sequence_from_spec(spec, core, arrival=self._num_arrived, hold_after_prefill=hold)
-        sequence.block_hashes(sequence.num_tokens // core.layout.block_size, core.layout.block_size)  # before sharing
         try:
+            core.check_fits(sequence)  # before hashing, which takes long where a prompt is far too long
+            sequence.block_hashes(sequence.num_tokens // core.layout.block_size, core.layout.block_size)  # unshared
             yield sequence
         except DataLoss:
             # The receiver got wrong bytes twice: our copy may be the wrong one, so nobody shall hit it again.
             self.engine.submit(lambda core: core.drop_cached_from(sequence, 0))
             raise
         finally:
-            self._running.discard(spec.id)
             self.mailboxes.close(sequence.seq_id)
-            self.engine.submit(lambda core: core.remove(sequence.seq_id))
+            await self._let_go(spec.id, sequence)
 
 
 class _PrefillRun:
@@ -198,6 +200,9 @@ class _PrefillRun:
                     shipment = GrpcShipment(channel, self._service.options, parent=context_of(span))
                     source = PoolSource(self._service.engine, self._sequence)
                     summary = await shipment.ship(sender, source, self._ship_events)
+            except KvferryError as error:
+                await self._perform(self._task.on_ship_failed(error), writer)
+                await asyncio.get_running_loop().create_future()  # the attempt is over: the computing side ends the run
             finally:
                 self._service.count(sender.summary)
                 span.set_attributes(_ship_attributes(sender.summary))

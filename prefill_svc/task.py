@@ -13,9 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.outputs import ChunkComputed, Output, SequenceFailed, SequenceStarted, TokenSampled
-from kvferry.errors import KvferryError
+from kvferry.errors import Cancelled, DataLoss, Internal, KvferryError, Unavailable
 from kvferry.sampling import Finish
 from kvtransfer.sender import ShipSummary
+
+_SHIP_ERRORS = (Unavailable, DataLoss, Internal, Cancelled)
+"""What a shipment may fail with and the router may hear: all of it can be tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +118,17 @@ class PrefillTask:
         """The receiver acknowledged the commit."""
         return [] if self._is_over else self._end(ReportDone(summary))
 
+    def on_ship_failed(self, error: KvferryError) -> list[TaskAction]:
+        """The shipment failed.
+
+        A refusal (a receiver that restarted, or has lost the attempt) is no fault of the request: it says that this pair
+        cannot serve it now, which another may.
+        """
+        is_kept = isinstance(error, _SHIP_ERRORS)
+        return self.on_failed(error if is_kept else Unavailable(f"decode refused the shipment: {error.message}"))
+
     def on_failed(self, error: KvferryError) -> list[TaskAction]:
-        """The shipment, or anything else the attempt needs, failed."""
+        """Something the attempt needs failed."""
         return [] if self._is_over else self._end(FailAttempt(error))
 
     def _on_started(self, output: SequenceStarted) -> list[TaskAction]:

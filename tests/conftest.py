@@ -1,12 +1,16 @@
-"""What every test gets: the event loop the product runs on."""
+"""What every test gets: the event loop the product runs on, and the default model."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 import uvloop
+
+from kvferry.config import load_config
+from kvferry.model_store import ModelStore
 
 
 def pytest_asyncio_loop_factories(
@@ -14,3 +18,10 @@ def pytest_asyncio_loop_factories(
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """uvloop, as in `kvferry.rpc.run`."""
     return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder() -> Path:
+    """The default model as `make test` has prepared it; prepared now where it was not."""
+    config = load_config()
+    return ModelStore(config.model.cache_path).prepare("smollm2-135m-instruct")

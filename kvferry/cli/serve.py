@@ -53,14 +53,13 @@ def router(
     config: ConfigOption = None,
     settings: SetOption = None,
 ) -> None:
-    """Runs a router: what clients talk to."""
+    """Runs a router: what clients talk to. Without prefill workers the decode workers compute prompts themselves."""
     addresses: Overrides = {
         "router": {"grpc_listen": listen, "http_listen": http_listen, "prefill": prefill, "decode": decode}
     }
     effective = configuration(config, settings, addresses | {"model": {"name": model}})
-    for role in ("prefill", "decode"):
-        if not getattr(effective.router, role):
-            raise InvalidArgument(f"router.{role}", f"names no worker; give --{role} HOST:PORT")
+    if not effective.router.decode:
+        raise InvalidArgument("router.decode", "names no worker; give --decode HOST:PORT")
     _become("router", _prepared(effective), ["--listen", effective.router.grpc_listen], num_threads=1)
 
 

@@ -28,8 +28,8 @@ def register(app: typer.Typer) -> None:
 
 
 def up(
-    prefill: Annotated[int, typer.Option("--prefill", min=1, help="Number of prefill workers.")] = 1,
-    decode: Annotated[int, typer.Option("--decode", min=1, help="Number of decode workers.")] = 1,
+    prefill: Annotated[int, typer.Option("--prefill", min=0, help="Prefill workers; 0: decode computes prompts.")] = 1,
+    decode: Annotated[int, typer.Option("--decode", min=1, help="Decode workers.")] = 1,
     model: ModelOption = None,
     dtype: DtypeOption = None,
     grpc_listen: Annotated[str | None, typer.Option("--grpc-listen", metavar="HOST:PORT", help="gRPC address.")] = None,
@@ -47,11 +47,10 @@ def up(
     """Starts a router and its workers on this machine and serves until Ctrl-C."""
     effective = configuration(
         config,
-        settings,
+        [*_logging_settings(is_demo=demo or once), *(settings or ())],
         {
             "model": {"name": model, "dtype": dtype},
             "router": {"grpc_listen": grpc_listen, "http_listen": http_listen},
-            "telemetry": _logging_flags(is_demo=demo or once),
         },
     )
     if effective.model.path is None:
@@ -63,17 +62,15 @@ def up(
     asyncio.run(_serve(cluster, effective, ready_json=ready_json, demo=demo or once, once=once))
 
 
-def _logging_flags(*, is_demo: bool) -> dict[str, object]:
+def _logging_settings(*, is_demo: bool) -> list[str]:
     """Children write to a pipe and cannot see whether a person reads; a demonstration is not to drown in events."""
-    return {
-        "log_format": "logfmt" if sys.stderr.isatty() else None,
-        "log_level": "warning" if is_demo else None,
-    }
+    for_people = ["telemetry.log_format=logfmt"] if sys.stderr.isatty() else []
+    return [*for_people, "telemetry.log_level=warning"] if is_demo else for_people
 
 
 async def _serve(cluster: LocalCluster, config: Config, *, ready_json: bool, demo: bool, once: bool) -> None:
     stop = StopSignals().install()
-    serving = asyncio.create_task(_serve_until(cluster, config, stop, ready_json=ready_json, demo=demo, once=once))
+    serving = asyncio.create_task(_serve_until(cluster, config, ready_json=ready_json, demo=demo, once=once))
     requested = asyncio.create_task(stop.requested.wait())
     await asyncio.wait([serving, requested], return_when=asyncio.FIRST_COMPLETED)
     if not serving.done():
@@ -91,9 +88,7 @@ async def _hurry(cluster: LocalCluster, stop: StopSignals) -> None:
     cluster.hurry()
 
 
-async def _serve_until(
-    cluster: LocalCluster, config: Config, stop: StopSignals, *, ready_json: bool, demo: bool, once: bool
-) -> None:
+async def _serve_until(cluster: LocalCluster, config: Config, *, ready_json: bool, demo: bool, once: bool) -> None:
     note(f"starting {config.model.public_name} ({config.model.dtype})")
     async with cluster:
         endpoints = cluster.endpoints
@@ -105,7 +100,7 @@ async def _serve_until(
             await _demonstrate(endpoints)
         if not once:
             note("serving; Ctrl-C ends")
-            await stop.requested.wait()
+            await asyncio.Event().wait()  # until `_serve` cancels this
 
 
 def ready_line(config: Config, endpoints: Endpoints) -> dict[str, object]:
@@ -148,15 +143,16 @@ def timing_columns(completion: Completion) -> dict[str, list[str]]:
     timings, num_tokens = completion.timings, completion.usage.completion_tokens
     after_first = max(0, num_tokens - 1)
     rate = f"{after_first / timings.decode_s:.1f}" if timings.decode_s > 0 else "-"
-    return {
-        "queue": [_ms(timings.queue_s)],
-        "prefill": [_ms(timings.prefill_s)],
-        "ship": [_ms(timings.ship_s)],
-        "first token": [_ms(timings.time_to_first_token_s)],
-        "decode tokens/s": [rate],
-        "blocks shipped": [f"{timings.num_blocks_shipped} ({timings.shipped_bytes / 1e6:.1f} MB)"],
-        "tokens": [f"{completion.usage.prompt_tokens} in, {num_tokens} out"],
+    rows = {
+        "queue": _ms(timings.queue_s),
+        "prefill": _ms(timings.prefill_s),
+        "ship": _ms(timings.ship_s),
+        "first token": _ms(timings.time_to_first_token_s),
+        "decode tokens/s": rate,
+        "blocks shipped": f"{timings.num_blocks_shipped} ({timings.shipped_bytes / 1e6:.1f} MB)",
+        "tokens": f"{completion.usage.prompt_tokens} in, {num_tokens} out",
     }
+    return {"where the time went": list(rows), "": list(rows.values())}
 
 
 def _ms(duration_s: float) -> str:

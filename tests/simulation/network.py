@@ -159,7 +159,7 @@ class End:
     def break_off(self) -> None:
         """The stream breaks: each end learns in its own time, one perhaps only by the silence; some messages are lost."""
         world = self._network.world
-        self._network.blame(self.tag, "a stream breaks")
+        self._network.blame(self.tag, "a stream breaks", is_link=True)
         for end in (self, self.peer):
             if world.happens(0.5):
                 end._num_losses += 1
@@ -216,6 +216,7 @@ class Network:
     def __init__(self, world: World, faults: LinkFaults) -> None:
         self.world = world
         self.faulted: set[str] = set()  # attempts that a fault has touched, and which may therefore fail
+        self.unlucky: set[str] = set()  # those of them for which the fault was not a sick worker's
         self._faults = faults
         self._servers: dict[str, tuple[Life, Accept]] = {}
 
@@ -245,10 +246,12 @@ class Network:
             delay_ns += world.below(20 * MS)
         return world.now_ns + delay_ns
 
-    def blame(self, tag: str, why: str) -> None:
-        """A fault touches the attempt."""
+    def blame(self, tag: str, why: str, *, is_link: bool = False) -> None:
+        """A fault touches the attempt: the link's, or a worker's."""
         self.world.note(tag, "FAULT", why)
         self.faulted.add(tag)
+        if is_link:
+            self.unlucky.add(tag)
 
     def _arrive(self, address: str, method: str, far: End) -> None:
         life, accept = self._servers[address]

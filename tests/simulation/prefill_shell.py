@@ -72,6 +72,10 @@ class PrefillCall:
         if isinstance(result, KvferryError) and not self._is_over:
             self._on_failed(result)
 
+    def _on_ship_failed(self, error: KvferryError) -> None:
+        assert self._task is not None
+        self._perform(self._task.on_ship_failed(error))
+
     def _on_failed(self, error: KvferryError) -> None:
         assert self._task is not None
         self._perform(self._task.on_failed(error))
@@ -118,7 +122,7 @@ class PrefillCall:
             read=self._read,
             faults=worker.faults,
             on_shipped=lambda summary: self._perform([] if self._task is None else self._task.on_shipped(summary)),
-            on_failed=self._on_failed,
+            on_failed=self._on_ship_failed,
         )
 
     def _offer(self, target: ShipTo) -> Offer:
@@ -168,12 +172,13 @@ class PrefillWorker:
         self.faults = faults
         self.engine = EngineHost(life, core, oracle, before_step=list, deliver=self._deliver)
         self.calls: dict[str, PrefillCall] = {}
+        self.new_call: type[PrefillCall] = PrefillCall
         self._num_arrived = 0
 
     def accept(self, method: str, end: End) -> StreamHandler:
         """A new call."""
         assert method == "prefill"
-        return PrefillCall(self, end)
+        return self.new_call(self, end)
 
     def next_arrival(self) -> int:
         self._num_arrived += 1

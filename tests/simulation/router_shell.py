@@ -36,7 +36,7 @@ from router.events import (
     Tokens,
     WorkersChosen,
 )
-from router.lifecycle import RequestLifecycle
+from router.lifecycle import DEFAULT_MAX_ATTEMPTS, RequestLifecycle
 from tests.simulation.messages import DecodeStart, DecodeStop, PrefillStart
 from tests.simulation.network import End, Life, Network
 from tests.simulation.workload import Interruption, RequestPlan
@@ -65,6 +65,21 @@ class Membership:
         """Workers to choose from: not the excluded ones where there are others."""
         up = [name for name in names if name not in self._down]
         return [name for name in up if name not in excluding] or up
+
+
+class Outages:
+    """When which process was not well, as far as the router could know: crashed and not seen back, or frozen."""
+
+    def __init__(self) -> None:
+        self._ends_ns: dict[str, int] = {}
+
+    def add(self, name: str, until_ns: int) -> None:
+        """The process is sick from now on."""
+        self._ends_ns[name] = max(until_ns, self._ends_ns.get(name, 0))
+
+    def is_well(self, name: str, since_ns: int) -> bool:
+        """Whether the process was never sick since then."""
+        return self._ends_ns.get(name, -1) < since_ns
 
 
 class WorkerCall:
@@ -105,7 +120,13 @@ class RequestRun:
     """
 
     def __init__(
-        self, plan: RequestPlan, life: Life, network: Network, membership: Membership, new_lifecycle: NewLifecycle
+        self,
+        plan: RequestPlan,
+        life: Life,
+        network: Network,
+        membership: Membership,
+        outages: Outages,
+        new_lifecycle: NewLifecycle,
     ) -> None:
         self.plan = plan
         self.received: list[int] = []
@@ -116,6 +137,8 @@ class RequestRun:
         self._world = life.world
         self._network = network
         self._membership = membership
+        self._outages = outages
+        self._started_at_ns: dict[int, int] = {}  # by attempt
         self._local_prefill = not membership.prefill
         self._lifecycle = new_lifecycle(plan.prompt, plan.sampling.max_tokens, local_prefill=self._local_prefill)
         self._calls: dict[WorkerCall, None] = {}
@@ -177,6 +200,8 @@ class RequestRun:
             case Emit(token_index=token_index, token_ids=token_ids):
                 self._emit(token_index, token_ids)
             case ChooseWorkers():
+                self._check_fault(action.attempt - 1)
+                self._started_at_ns[action.attempt] = self._world.now_ns
                 self._choose(action, self._world.now_ns + PATIENCE_NS)
             case OpenDecode():
                 start = DecodeStart(self._spec(action.attempt, action.token_ids), action.local_prefill)
@@ -194,6 +219,7 @@ class RequestRun:
             case Finished(finish=finish):
                 self._end(finish)
             case Failed(error=error):
+                self._check_failure(error)
                 self._end(error)
 
     def _send_stop(self, action: SendStop) -> None:
@@ -225,8 +251,6 @@ class RequestRun:
         """Answers with a pair once there is one."""
         if self._lifecycle.ended or self._lifecycle.attempt != action.attempt:
             return
-        if self._world.now_ns <= until_ns:
-            self._check_cause(action)
         prefill = self._membership.ready(self._membership.prefill, action.excluding) if action.needs_prefill else [""]
         decode = self._membership.ready(self._membership.decode, action.excluding) if action.needs_decode else [""]
         if prefill and decode:
@@ -245,10 +269,34 @@ class RequestRun:
         if self._lifecycle.attempt == attempt:
             self._handle(event)
 
-    def _check_cause(self, action: ChooseWorkers) -> None:
-        if action.attempt > 1 and self.seq_id(action.attempt - 1) not in self._network.faulted:
-            seq_id = self.seq_id(action.attempt - 1)
-            raise InvariantViolation(f"attempt {seq_id} was given up though no fault had touched it")
+    def _check_fault(self, attempt: int) -> None:
+        """An attempt that failed was touched by a fault."""
+        if attempt >= 1 and self.seq_id(attempt) not in self._network.faulted:
+            raise InvariantViolation(f"attempt {self.seq_id(attempt)} failed though no fault had touched it")
+
+    def _check_failure(self, error: KvferryError) -> None:
+        """A request fails because its client left, or after as many failures in a row as are allowed, all by faults."""
+        if self.is_interrupted and self.plan.interruption is Interruption.CLIENT_GONE:
+            return
+        last = self._lifecycle.attempt
+        attempts = range(max(1, last - DEFAULT_MAX_ATTEMPTS + 1), last + 1)
+        for attempt in attempts:
+            self._check_fault(attempt)
+        if last < DEFAULT_MAX_ATTEMPTS:
+            raise InvariantViolation(f"{self.plan.request_id} failed after {last} attempts: {error!r}")
+        if not any(self.seq_id(attempt) in self._network.unlucky for attempt in range(1, last + 1)):
+            self._check_no_healthy_pair(self._started_at_ns[attempts[0]], error)
+
+    def _check_no_healthy_pair(self, since_ns: int, error: KvferryError) -> None:
+        """Workers alone made it fail: then more than one was sick, or no pair was well all the time."""
+        prefill, decode = self._membership.prefill, self._membership.decode
+        healthy = [name for name in (*prefill, *decode) if self._outages.is_well(name, since_ns)]
+        num_sick = len(prefill) + len(decode) - len(healthy)
+        has_pair = any(name in healthy for name in decode) and (not prefill or any(name in healthy for name in prefill))
+        if has_pair and num_sick <= 1:
+            raise InvariantViolation(
+                f"{self.plan.request_id} failed though {', '.join(healthy)} were well throughout: {error!r}"
+            )
 
     # -- the client --------------------------------------------------------------------------------------------------
 

@@ -164,7 +164,7 @@ class Shipment:
         self._end.send(frame)
         if world.random() < self._faults.duplicate_probability:
             world.counts["frames doubled"] += 1
-            self._network.blame(self._end.tag, f"a frame of block {frame.block_index} arrives twice")
+            self._network.blame(self._end.tag, f"a frame of block {frame.block_index} arrives twice", is_link=True)
             self._end.send(frame)
 
     def _corrupt(self, frame: BlockFrame) -> BlockFrame:
@@ -172,7 +172,7 @@ class Shipment:
         world.counts["frames corrupted"] += 1
         world.note(self._end.tag, "a frame is corrupted, of block", frame.block_index)
         if frame.block_index in self._corrupted:  # once is mended by the repeat
-            self._network.blame(self._end.tag, f"block {frame.block_index} is corrupted twice")
+            self._network.blame(self._end.tag, f"block {frame.block_index} is corrupted twice", is_link=True)
         self._corrupted.add(frame.block_index)
         payload = bytearray(frame.payload)
         payload[world.below(len(payload))] ^= 1 << world.below(8)

@@ -7,7 +7,6 @@ configuration, all in the state that the environment variable FAKE_WORKER_STATE 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -93,7 +93,7 @@ ARCHITECTURES = ("llama", "llama_tied", "qwen2", "qwen3", "mistral", "mixtral", 
 
 def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A float32 model with random weights; equal seeds give equal models."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,15 @@ from kvferry.rpc import RpcChannel
 from kvferry.sampling import SamplingParams
 from kvferry.telemetry import start_telemetry
 from kvferry.wire import AttemptId, SequenceSpec, spec_to_pb
-from kvferry.worker_process import RunningWorker, start_worker
+from kvferry.worker_process import OpenRole, RunningWorker, start_worker
+from kvtransfer.faults import NO_FAULTS, Faults
 from prefill_svc.role import PrefillRole
 from proto.kvferry.v1 import worker_pb2, worker_pb2_grpc
 
-ROLES = {"prefill": PrefillRole, "decode": DecodeRole}
+
+def open_role(role: str, faults: Faults = NO_FAULTS) -> OpenRole:
+    """How a role is opened; `faults` are those a prefill worker commits in every shipment."""
+    return partial(PrefillRole, faults=faults) if role == "prefill" else DecodeRole
 
 
 def scripted_folder(folder: Path, **script: object) -> Path:
@@ -43,12 +48,18 @@ def scripted_config(folder: Path, **engine: Any) -> Config:
 
 @asynccontextmanager
 async def running_worker(
-    role: str, config: Config, *, listen: str = "127.0.0.1:0", worker_id: str = "", exporter: SpanExporter | None = None
+    role: str,
+    config: Config,
+    *,
+    listen: str = "127.0.0.1:0",
+    worker_id: str = "",
+    exporter: SpanExporter | None = None,
+    faults: Faults = NO_FAULTS,
 ) -> AsyncIterator[RunningWorker]:
     """One worker for the length of the block."""
     worker_id = worker_id or f"{role}-0"
     telemetry = start_telemetry(config.telemetry, role, worker_id, exporter=exporter)
-    worker = await start_worker(role, ROLES[role], config, listen, worker_id=worker_id, telemetry=telemetry)
+    worker = await start_worker(role, open_role(role, faults), config, listen, worker_id=worker_id, telemetry=telemetry)
     try:
         yield worker
     finally:
@@ -137,7 +148,9 @@ class PairCaller:
             sequence=spec_to_pb(spec), local_prefill=local_prefill, progress_timeout_s=self._timeout_s
         )
         await decode.write(worker_pb2.DecodeRequest(start=start))
-        registered: worker_pb2.Registered = (await decode.read()).registered
+        while not (response := await decode.read()).HasField("registered"):
+            assert response.HasField("heartbeat"), response  # a worker in a long step may beat before it answers
+        registered: worker_pb2.Registered = response.registered
         return registered
 
     async def prefill(self, spec: SequenceSpec, registered: worker_pb2.Registered | None, result: PairResult) -> None:
@@ -179,11 +192,11 @@ class PairCaller:
 
 @asynccontextmanager
 async def running_pair(
-    prefill_config: Config, decode_config: Config | None = None, *, timeout_s: float = 5.0
+    prefill_config: Config, decode_config: Config | None = None, *, timeout_s: float = 5.0, faults: Faults = NO_FAULTS
 ) -> AsyncIterator[tuple[RunningWorker, RunningWorker, PairCaller]]:
     """A prefill and a decode worker, and a caller for them."""
     async with (
-        running_worker("prefill", prefill_config) as prefill,
+        running_worker("prefill", prefill_config, faults=faults) as prefill,
         running_worker("decode", decode_config or prefill_config) as decode,
         RpcChannel(prefill.address) as prefill_channel,
         RpcChannel(decode.address) as decode_channel,

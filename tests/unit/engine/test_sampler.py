@@ -78,6 +78,13 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     assert set(drawn(row, top_p=0.85)) == {4, 8, 15}
 
 
+def test_top_p_that_is_reached_exactly_takes_no_more() -> None:
+    row = torch.full((VOCAB,), -2000.0)
+    row[[4, 8]] = 0.0  # a half each
+    assert set(drawn(row, 100, top_p=0.5)) == {4}
+    assert set(drawn(row, 100, top_p=0.51)) == {4, 8}
+
+
 def test_top_p_equals_a_full_sort() -> None:
     for seed in range(20):
         row = random_logits(1, seed)[0]

@@ -215,16 +215,14 @@ async def test_delayed_block_outlives_the_progress_timeout() -> None:
 
 
 async def test_status_reaches_a_sender_that_is_writing() -> None:
-    for _ in range(20):
-        host = MemoryHost()
-        async with serving(lambda offer, host=host: host) as channel:  # type: ignore[misc]  # bound at once
-            with pytest.raises(FailedPrecondition, match="block 1"):
-                await ship(
-                    channel,
-                    offer=make_offer(MANY_TOKENS),
-                    events=computed(MANY_TOKENS),
-                    faults=[Fault(FaultKind.DUPLICATE, 1)],
-                )
+    source = OneContents(bytes(LARGE_LAYOUT.block_bytes))
+    options = SendOptions(faults=Faults((Fault(FaultKind.DUPLICATE, 1),)))
+    for _ in range(10):
+        host = LargeHost(LARGE_LAYOUT.block_bytes)
+        async with serving(lambda offer, host=host: host, layout=LARGE_LAYOUT) as channel:  # type: ignore[misc]
+            sender = ShipSender(make_offer(80, layout=LARGE_LAYOUT))
+            with pytest.raises(FailedPrecondition, match="block 1 again, which is verified"):
+                await GrpcShipment(channel, options).ship(sender, source, computed(80))
         assert host.num_releases == 1
 
 

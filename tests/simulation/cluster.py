@@ -1,0 +1,283 @@
+"""One run: a cluster drawn from a seed, its requests, its faults, and what must hold in it and at its end."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from engine.core import EngineCore, EngineLimits
+from engine.scripted import ScriptedRunner
+from kvferry.errors import Cancelled
+from kvferry.sampling import Finish, FinishKind
+from router.lifecycle import RequestLifecycle
+from tests.simulation.decode_shell import DecodeHost, DecodeWorker
+from tests.simulation.network import PROGRESS_TIMEOUT_NS, Life, LinkFaults, Network
+from tests.simulation.oracle import BLOCK_SIZE, SCRIPT, BlockOracle
+from tests.simulation.prefill_shell import PrefillCall, PrefillWorker
+from tests.simulation.router_shell import Membership, NewLifecycle, Outages, RequestRun
+from tests.simulation.shipment import FrameFaults
+from tests.simulation.workload import MAX_OUTPUT_TOKENS, MAX_PROMPT_TOKENS, Interruption, RequestPlan, draw_requests
+from tests.simulation.world import MS, InvariantViolation, World
+
+MAX_EVENTS = 200_000
+"""A run has a few thousand; one that has this many goes round in circles."""
+
+TIME_LIMIT_NS = 5_000 * MS
+"""Longest a request may take in virtual time, faults and all."""
+
+LEAST_BLOCKS = -(-(MAX_PROMPT_TOKENS + MAX_OUTPUT_TOKENS - 1) // BLOCK_SIZE)
+"""The longest request fits alone, with nothing to spare."""
+
+Worker = PrefillWorker | DecodeWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the cluster is made of; tests plant their bugs here."""
+
+    new_lifecycle: NewLifecycle = RequestLifecycle
+    new_decode_host: type[DecodeHost] = DecodeHost
+    new_prefill_call: type[PrefillCall] = PrefillCall
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """What goes wrong in a run, drawn from the seed."""
+
+    link: LinkFaults
+    frames: FrameFaults
+    num_crashes: int
+    num_freezes: int
+
+    @staticmethod
+    def draw(rng: random.Random) -> FaultPlan:
+        """Half of the runs have one kind of fault, the others none or several."""
+        return FaultPlan(
+            LinkFaults(
+                break_probability=rng.choice((0.0, 0.0, 0.03, 0.1)), slow_probability=rng.choice((0.0, 0.01, 0.05))
+            ),
+            FrameFaults(
+                corrupt_probability=rng.choice((0.0, 0.0, 0.01, 0.05)),
+                duplicate_probability=rng.choice((0.0, 0.0, 0.0, 0.002)),
+            ),
+            num_crashes=rng.choice((0, 0, 1, 1, 2, 3)),
+            num_freezes=rng.choice((0, 0, 0, 1, 2)),
+        )
+
+
+@dataclass(slots=True)
+class RunResult:
+    """What one run was like."""
+
+    seed: int
+    counts: Counter[str]
+    violation: str | None = None
+    trace: list[str] = field(default_factory=list)
+
+
+class Cluster:
+    """A router, its workers and its clients, from a seed.
+
+    Args:
+        seed: decides everything.
+        parts: what it is made of.
+    """
+
+    def __init__(self, seed: int, parts: Parts | None = None) -> None:
+        self.world = World(seed)
+        self._parts = parts or Parts()
+        self._rng = self.world.rng
+        self._plan = FaultPlan.draw(self._rng)
+        self._network = Network(self.world, self._plan.link)
+        self._oracle = BlockOracle()
+        self._router = Life(self.world, "router", 1)
+        self._limits = self._draw_limits()
+        self._num_blocks = LEAST_BLOCKS + self._rng.choice((0, 1, 2, 4, 8))
+        is_local = self._rng.random() < 0.08
+        prefill = () if is_local else tuple(f"P{index}" for index in range(self._rng.randrange(1, 4)))
+        decode = tuple(f"D{index}" for index in range(self._rng.randrange(1, 4)))
+        self._membership = Membership(prefill, decode)
+        self._outages = Outages()
+        self._epochs = 0
+        self._workers: dict[str, Worker] = {}
+        for name in (*prefill, *decode):
+            self._start(name)
+        self._runs = [self._draw_run(plan) for plan in draw_requests(self._rng)]
+        self._schedule_faults()
+
+    # -- building ----------------------------------------------------------------------------------------------------
+
+    def _draw_limits(self) -> EngineLimits:
+        budget = self._rng.choice((4, 8, 16, 64))
+        return EngineLimits(
+            max_batched_tokens=budget,
+            max_running=min(budget, self._rng.choice((2, 4, 8))),
+            max_chunk_tokens=self._rng.choice((None, 3, 8)),
+            num_watermark_blocks=self._rng.choice((0, 1, 2)),
+            prefix_caching=self._rng.random() < 0.9,
+        )
+
+    def _start(self, name: str) -> None:
+        """A new life of a worker, which knows nothing of the one before."""
+        self._epochs += 1
+        life = Life(self.world, name, self._epochs)
+        runner = ScriptedRunner(SCRIPT, num_blocks=self._num_blocks, block_size=BLOCK_SIZE)
+        core = EngineCore(runner, self._limits, clock_ns=lambda: self.world.now_ns)
+        worker: Worker
+        if name.startswith("P"):
+            worker = PrefillWorker(life, core, self._oracle, self._network, self._plan.frames)
+            worker.new_call = self._parts.new_prefill_call
+        else:
+            worker = DecodeWorker(life, core, self._oracle)
+            worker.new_host = self._parts.new_decode_host
+        self._workers[name] = worker
+        self._network.listen(name, life, worker.accept)
+
+    def _draw_run(self, plan: RequestPlan) -> RequestRun:
+        some_core = next(iter(self._workers.values())).core
+        self._oracle.expect(some_core.hash_root(cache_salt=plan.cache_salt), plan.all_tokens)
+        run = RequestRun(plan, self._router, self._network, self._membership, self._outages, self._parts.new_lifecycle)
+        self.world.at(plan.arrival_ns, self._router.run, run.start)
+        if plan.interruption is not None:
+            self.world.at(plan.interrupted_at_ns, self._router.run, run.interrupt)
+        return run
+
+    # -- faults ------------------------------------------------------------------------------------------------------
+
+    def _schedule_faults(self) -> None:
+        names = list(self._workers)
+        until_ns = max(run.plan.arrival_ns for run in self._runs) + 40 * MS
+        for _ in range(self._plan.num_crashes):
+            self.world.at(self.world.below(until_ns), self._crash, self._rng.choice(names))
+        for _ in range(self._plan.num_freezes):
+            is_router = self._rng.random() < 0.1
+            name = "router" if is_router else self._rng.choice(names)
+            self.world.at(self.world.below(until_ns), self._freeze, name)
+
+    def _crash(self, name: str) -> None:
+        life = self._workers[name].life
+        if not life.is_alive:
+            return
+        self.world.counts["crashes"] += 1
+        self._blame_all(life, f"{name} crashes")
+        is_noticed = self.world.happens(0.8)
+        life.crash(is_noticed=is_noticed)
+        detect_ns = self.world.below(5 * MS) if is_noticed else PROGRESS_TIMEOUT_NS
+        down_ns = self.world.between(1 * MS, 200 * MS)
+        self._outages.add(name, self.world.now_ns + down_ns)
+        self.world.after(detect_ns, self._see, name, life.epoch, False)
+        self.world.after(down_ns, self._restart, name)
+
+    def _restart(self, name: str) -> None:
+        self.world.note(name, "restarts")
+        self._start(name)
+        life = self._workers[name].life
+        notice_ns = self.world.below(20 * MS)
+        self._outages.add(name, self.world.now_ns + notice_ns)
+        self.world.after(notice_ns, self._see, name, life.epoch, True)
+
+    def _freeze(self, name: str) -> None:
+        life = self._router if name == "router" else self._workers[name].life
+        if not life.is_alive or life.is_frozen:
+            return
+        is_long = self.world.happens(0.6)
+        low, high = (0.7, 2.5) if is_long else (0.01, 0.4)
+        duration_ns = self.world.between(low * PROGRESS_TIMEOUT_NS, high * PROGRESS_TIMEOUT_NS)
+        self.world.counts["freezes"] += 1
+        self.world.note(name, "freezes for", duration_ns / MS, "ms")
+        if is_long:
+            self._blame_all(life, f"{name} freezes")
+        self._outages.add(name, self.world.now_ns + duration_ns + (PROGRESS_TIMEOUT_NS if is_long else 0))
+        life.freeze()
+        self.world.after(duration_ns, life.thaw)
+        if is_long and name != "router":
+            self.world.after(PROGRESS_TIMEOUT_NS, self._see, name, life.epoch, False)
+            self.world.after(duration_ns + PROGRESS_TIMEOUT_NS, self._see, name, life.epoch, True)
+
+    def _blame_all(self, life: Life, why: str) -> None:
+        for tag in {end.tag: None for end in life.ends}:
+            self._network.blame(tag, why)
+
+    def _see(self, name: str, epoch: int, is_up: bool) -> None:
+        """The router learns of a worker; what it learns of an earlier life changes nothing."""
+        life = self._workers[name].life
+        if life.epoch == epoch and (life.is_alive or not is_up):
+            self._membership.set_up(name, is_up)
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Runs to the end; raises InvariantViolation, or what the code under test raised."""
+        self.world.run(MAX_EVENTS)
+        for run in self._runs:
+            self._check_answer(run)
+        for worker in self._workers.values():
+            self._check_quiet(worker)
+        self._count()
+
+    def _check_answer(self, run: RequestRun) -> None:
+        plan, name = run.plan, run.plan.request_id
+        if run.outcome is None:
+            raise InvariantViolation(f"{name} never ended")
+        if run.ended_at_ns - plan.arrival_ns > TIME_LIMIT_NS:
+            raise InvariantViolation(f"{name} took {(run.ended_at_ns - plan.arrival_ns) / MS:.0f} ms")
+        if run.num_open_calls:
+            raise InvariantViolation(f"{name} has {run.num_open_calls} calls left open")
+        if isinstance(run.outcome, Finish):
+            self._check_finish(run, run.outcome)
+        elif isinstance(run.outcome, Cancelled) and plan.interruption is not Interruption.CLIENT_GONE:
+            self.world.counts["failed"] += 1
+
+    def _check_finish(self, run: RequestRun, finish: Finish) -> None:
+        """Nothing missing, nothing too much, and the right reason."""
+        plan = run.plan
+        if run.is_interrupted and finish.kind in (FinishKind.CANCELLED, FinishKind.DEADLINE):
+            return  # what was emitted was compared as it came
+        due, kind = plan.expected, plan.finish
+        if plan.stop_after is not None:
+            due, kind = plan.expected[: plan.stop_after], Finish(FinishKind.STOP_STRING, stop_string="stop")
+        if finish != kind or tuple(run.received) != due:
+            raise InvariantViolation(
+                f"{plan.request_id} finished with {finish} and {run.received}; right are {kind} and {list(due)}"
+            )
+
+    def _check_quiet(self, worker: Worker) -> None:
+        """Nothing runs, nothing waits, nothing is held."""
+        core, life = worker.core, worker.life
+        if not life.is_alive:
+            raise InvariantViolation(f"{life.name} did not come back")
+        worker.engine.check()
+        found = worker.leftovers()
+        if core.sequences or core.has_work or core.pool.counts.used:
+            found.append(f"sequences {list(core.sequences)}, blocks {core.pool.counts}")
+        if not worker.engine.is_idle or life.ends:
+            found.append(f"engine idle: {worker.engine.is_idle}, open streams: {[end.tag for end in life.ends]}")
+        if found:
+            raise InvariantViolation(f"{life.name} still holds something at the end: {'; '.join(found)}")
+
+    def _count(self) -> None:
+        counts = self.world.counts
+        for run in self._runs:
+            counts["requests"] += 1
+            counts["attempts"] += run.num_attempts
+            kind = run.outcome.kind.value if isinstance(run.outcome, Finish) else type(run.outcome).__name__
+            counts[f"ended: {kind}"] += 1
+        for worker in self._workers.values():
+            stats = worker.core.stats()
+            counts["steps"] += stats.num_steps
+            counts["preemptions"] += stats.num_preemptions
+            counts["cached tokens"] += stats.num_cached_tokens
+        counts["events"] += self.world.num_events
+        counts["virtual ms"] += self.world.now_ns // MS
+
+
+def run_seed(seed: int, parts: Parts | None = None) -> RunResult:
+    """One run; a violated invariant or an exception of the code under test becomes part of the result."""
+    cluster = Cluster(seed, parts)
+    try:
+        cluster.run()
+    except Exception as error:  # noqa: BLE001 - whatever the code under test raises is a finding
+        violation = f"{type(error).__name__}: {error}"
+        return RunResult(seed, cluster.world.counts, violation, cluster.world.trace())
+    return RunResult(seed, cluster.world.counts)

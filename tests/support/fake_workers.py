@@ -1,0 +1,360 @@
+"""Scripted prefill and decode workers: real gRPC servers that speak the internal protos and emit a given output.
+
+    async with FakeNetwork(output=[…], num_prefill=2, num_decode=2) as network: …
+
+A prefill worker "ships" by telling the decode worker object named by the target's address. On the way every call passes
+named points (`Point`), where a test can hold it, fail it once or a number of times, or wait until it is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
+
+import grpc.aio
+
+from kvferry.errors import FailedPrecondition, KvferryError
+from kvferry.kv_layout import KvLayout
+from kvferry.rpc import RpcServer
+from kvferry.sampling import Finish
+from kvferry.wire import SequenceSpec, finish_to_pb, layout_to_pb, spec_from_pb
+from proto.kvferry.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+
+if TYPE_CHECKING:
+    from grpc.aio import ServicerContext
+
+WATCH_INTERVAL_S = 0.05
+LAYOUT = KvLayout(2, 1, 4, 16, "float32", "fingerprint-a")
+
+
+class Point(enum.Enum):
+    """Places every call passes, in order; token points carry the index of the token that comes next."""
+
+    DECODE_START = enum.auto()
+    PREFILL_START = enum.auto()
+    FIRST_TOKEN_SENT = enum.auto()
+    SHIPPED = enum.auto()
+    COMMITTED = enum.auto()
+    TOKEN = enum.auto()
+
+
+@dataclass(slots=True)
+class CallRecord:
+    """One call a worker got; `ended` is set however it ends."""
+
+    worker: FakeWorker
+    spec: SequenceSpec
+    cancelled: bool = False
+    traceparent: str = ""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class FakeNetwork:
+    """The workers of one test and what they are to do.
+
+    Attributes:
+        output: the true output; a worker emits from it by index, whatever the prompt.
+        calls: every call of every worker, in the order they came.
+        layout, vocab_size, max_context, num_blocks: what the workers claim.
+        tokens_per_message: how decode groups its tokens.
+        overshoot: tokens decode sends after it was told to stop.
+    """
+
+    def __init__(
+        self,
+        output: Sequence[int],
+        *,
+        num_prefill: int = 1,
+        num_decode: int = 1,
+        vocab_size: int = 400,
+        max_context: int = 256,
+        num_blocks: int = 1000,
+    ) -> None:
+        self.output = list(output)
+        self.vocab_size = vocab_size
+        self.max_context = max_context
+        self.num_blocks = num_blocks
+        self.tokens_per_message = 1
+        self.overshoot = 0
+        self.calls: list[CallRecord] = []
+        self.prefill = [FakeWorker(self, "prefill", index) for index in range(num_prefill)]
+        self.decode = [FakeWorker(self, "decode", index) for index in range(num_decode)]
+        self._held: set[tuple[Point, int]] = set()
+        self._reached: dict[tuple[Point, int], asyncio.Event] = defaultdict(asyncio.Event)
+        self._failures: dict[tuple[Point, int], list[KvferryError]] = defaultdict(list)
+
+    async def __aenter__(self) -> Self:
+        for worker in self.workers:
+            await worker.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for worker in self.workers:
+            await worker.stop()
+
+    @property
+    def workers(self) -> list[FakeWorker]:
+        return [*self.prefill, *self.decode]
+
+    @property
+    def prefill_addresses(self) -> tuple[str, ...]:
+        return tuple(worker.address for worker in self.prefill)
+
+    @property
+    def decode_addresses(self) -> tuple[str, ...]:
+        return tuple(worker.address for worker in self.decode)
+
+    # --- what a test asks for ---
+
+    def hold(self, point: Point, index: int = 0) -> None:
+        """Calls that come to the point stay there until they are cancelled."""
+        self._held.add((point, index))
+
+    def release(self, point: Point, index: int = 0) -> None:
+        """The next calls pass again; one that is held stays."""
+        self._held.discard((point, index))
+
+    def fail(self, point: Point, error: KvferryError, *, index: int = 0, times: int = 1) -> None:
+        """The next calls that come to the point end with this error."""
+        self._failures[point, index].extend([error] * times)
+
+    async def reached(self, point: Point, index: int = 0) -> None:
+        """Returns once a call came to the point."""
+        async with asyncio.timeout(10):
+            await self._reached[point, index].wait()
+
+    async def all_ended(self, timeout_s: float = 5.0) -> None:
+        """Returns once no call is open anywhere."""
+        async with asyncio.timeout(timeout_s):
+            for call in self.calls:
+                await call.ended.wait()
+
+    def calls_of(self, role: str) -> list[CallRecord]:
+        return [call for call in self.calls if call.worker.role == role]
+
+    # --- what workers call ---
+
+    async def pass_point(self, point: Point, index: int = 0) -> None:
+        self._reached[point, index].set()
+        if self._failures[point, index]:
+            raise self._failures[point, index].pop(0)
+        if (point, index) in self._held:
+            await asyncio.get_running_loop().create_future()
+
+    def decode_at(self, address: str) -> FakeWorker:
+        return next(worker for worker in self.decode if worker.address == address)
+
+    @contextmanager
+    def record(self, worker: FakeWorker, spec: SequenceSpec, traceparent: str) -> Iterator[CallRecord]:
+        call = CallRecord(worker, spec, traceparent=traceparent)
+        self.calls.append(call)
+        try:
+            yield call
+        except asyncio.CancelledError:
+            call.cancelled = True
+            raise
+        finally:
+            call.ended.set()
+
+
+class FakeWorker(
+    worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.PrefillServiceServicer, worker_pb2_grpc.DecodeServiceServicer
+):
+    """One worker of either role.
+
+    Attributes:
+        layout: what it claims.
+        draining: what it says.
+        watched: set while a router watches.
+    """
+
+    def __init__(self, network: FakeNetwork, role: str, index: int) -> None:
+        self.network = network
+        self.role = role
+        self.name = f"{role}-{index}"
+        self.address = ""
+        self.epoch = 1000 + index
+        self.layout = LAYOUT
+        self.vocab_size = network.vocab_size
+        self.draining = False
+        self.is_silent = False
+        self.stops: list[int] = []
+        self._registered: dict[tuple[str, int], asyncio.Event] = {}
+        self._server: RpcServer | None = None
+
+    async def start(self) -> None:
+        """Serves, on the address it had before if it was started before."""
+        server = RpcServer(background_methods=frozenset({"Watch"}))
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server.grpc)
+        add = {
+            "prefill": worker_pb2_grpc.add_PrefillServiceServicer_to_server,
+            "decode": worker_pb2_grpc.add_DecodeServiceServicer_to_server,
+        }[self.role]
+        add(self, server.grpc)
+        self.address = await server.start(self.address or "127.0.0.1:0", ())
+        self._server = server
+
+    async def stop(self) -> None:
+        """Ends with everything it runs; its address answers nobody then."""
+        if self._server is not None:
+            await self._server.grpc.stop(None)
+            self._server = None
+
+    # --- WorkerService ---
+
+    async def Watch(  # type: ignore[override]  # a coroutine that writes
+        self,
+        request: worker_pb2.WatchRequest,
+        context: ServicerContext[worker_pb2.WatchRequest, worker_pb2.WatchResponse],
+    ) -> None:
+        while True:
+            if not self.is_silent:
+                await context.write(self._status())
+            await asyncio.sleep(WATCH_INTERVAL_S)
+
+    def _status(self) -> worker_pb2.WatchResponse:
+        network = self.network
+        capabilities = types_pb2.Capabilities(
+            model="tiny",
+            model_path="models/tiny",
+            max_context=network.max_context,
+            vocab_size=self.vocab_size,
+            layout=layout_to_pb(self.layout),
+        )
+        load = worker_pb2.WorkerLoad(num_blocks=network.num_blocks, num_free_blocks=network.num_blocks)
+        return worker_pb2.WatchResponse(
+            worker_id=self.name,
+            role=self.role,
+            pid=4242,
+            epoch=self.epoch,
+            capabilities=capabilities,
+            draining=self.draining,
+            load=load,
+        )
+
+    # --- PrefillService ---
+
+    async def Prefill(  # type: ignore[override]  # a coroutine that writes
+        self,
+        request: worker_pb2.PrefillRequest,
+        context: ServicerContext[worker_pb2.PrefillRequest, worker_pb2.PrefillResponse],
+    ) -> None:
+        network, spec = self.network, spec_from_pb(request.sequence)
+        with network.record(self, spec, _traceparent(context)):
+            await context.write(worker_pb2.PrefillResponse(progress=worker_pb2.PrefillProgress()))
+            await network.pass_point(Point.PREFILL_START)
+            index = _num_output_tokens(spec)
+            finish = self._finish_at(spec, index)
+            await context.write(worker_pb2.PrefillResponse(first_token=self._first_token(index, finish)))
+            await network.pass_point(Point.FIRST_TOKEN_SENT)
+            done = worker_pb2.PrefillDone()
+            if finish is None:
+                if not request.HasField("target"):
+                    raise FailedPrecondition("a prompt with more than one token to make has no target")
+                network.decode_at(request.target.address).commit(spec, request.target.epoch)
+                done = worker_pb2.PrefillDone(num_blocks_shipped=2, num_blocks_reused=1, shipped_bytes=64, ship_s=0.5)
+                await network.pass_point(Point.SHIPPED)
+            await context.write(worker_pb2.PrefillResponse(done=done))
+
+    def _first_token(self, index: int, finish: Finish | None) -> worker_pb2.FirstToken:
+        message = worker_pb2.FirstToken(
+            token_id=self.network.output[index], token_index=index, num_cached_tokens=3, queue_s=0.25, prefill_s=0.125
+        )
+        if finish is not None:
+            message.finish.CopyFrom(finish_to_pb(finish))
+        return message
+
+    def _finish_at(self, spec: SequenceSpec, index: int) -> Finish | None:
+        return spec.sampling.finish_after(self.network.output[index], index + 1)
+
+    # --- DecodeService ---
+
+    def commit(self, spec: SequenceSpec, epoch: int) -> None:
+        """The shipment of an attempt is complete."""
+        if epoch != self.epoch:
+            raise FailedPrecondition(f"epoch {epoch} is not {self.epoch}")
+        self._registered[spec.id.request_id, spec.id.attempt].set()
+
+    async def Decode(  # type: ignore[override]  # a coroutine that writes
+        self,
+        request_iterator: AsyncIterator[worker_pb2.DecodeRequest],
+        context: ServicerContext[worker_pb2.DecodeRequest, worker_pb2.DecodeResponse],
+    ) -> None:
+        first = await context.read()
+        assert isinstance(first, worker_pb2.DecodeRequest)
+        network, spec = self.network, spec_from_pb(first.start.sequence)
+        with network.record(self, spec, _traceparent(context)):
+            await network.pass_point(Point.DECODE_START)
+            committed = self._registered.setdefault((spec.id.request_id, spec.id.attempt), asyncio.Event())
+            registered = worker_pb2.Registered(epoch=self.epoch, ship_address=self.address)
+            await context.write(worker_pb2.DecodeResponse(registered=registered))
+            index = _num_output_tokens(spec)
+            if not first.start.local_prefill:
+                await committed.wait()
+                await network.pass_point(Point.COMMITTED)
+                message = worker_pb2.Committed(attempt=spec.id.attempt)
+                await context.write(worker_pb2.DecodeResponse(committed=message))
+                index += 1
+            async with _stopping(context) as stop:
+                await self._emit(spec, index, context, stop)
+
+    async def _emit(
+        self,
+        spec: SequenceSpec,
+        index: int,
+        context: ServicerContext[worker_pb2.DecodeRequest, worker_pb2.DecodeResponse],
+        stop: asyncio.Future[int],
+    ) -> None:
+        finish: Finish | None = None
+        while finish is None:
+            await self.network.pass_point(Point.TOKEN, index)
+            if stop.done():
+                self.stops.append(stop.result())
+                tokens = worker_pb2.DecodeTokens(token_index=index, token_ids=[1] * self.network.overshoot)
+                if self.network.overshoot:
+                    await context.write(worker_pb2.DecodeResponse(tokens=tokens))
+                return
+            tokens = worker_pb2.DecodeTokens(token_index=index)
+            for _ in range(self.network.tokens_per_message):
+                tokens.token_ids.append(self.network.output[index])
+                finish = self._finish_at(spec, index)
+                index += 1
+                if finish is not None:
+                    tokens.finish.CopyFrom(finish_to_pb(finish))
+                    break
+            await context.write(worker_pb2.DecodeResponse(tokens=tokens))
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def _stopping(
+    context: ServicerContext[worker_pb2.DecodeRequest, worker_pb2.DecodeResponse],
+) -> AsyncIterator[asyncio.Future[int]]:
+    """A future that has the number of wanted tokens once the router asked to stop."""
+    wanted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def listen() -> None:
+        while isinstance(message := await context.read(), worker_pb2.DecodeRequest):
+            if message.HasField("stop") and not wanted.done():
+                wanted.set_result(message.stop.num_wanted_tokens)
+
+    task = asyncio.create_task(listen())
+    try:
+        yield wanted
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _num_output_tokens(spec: SequenceSpec) -> int:
+    return len(spec.token_ids) - spec.num_prompt_tokens
+
+
+def _traceparent(context: grpc.aio.ServicerContext) -> str:
+    metadata = {key: value for key, value in context.invocation_metadata() or ()}
+    return str(metadata.get("traceparent", ""))
