@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 TORCH := torch==2.13.0
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 
 .PHONY: run test check sweep soak bench protos lock setup model format
 .DELETE_ON_ERROR:

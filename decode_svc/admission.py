@@ -93,9 +93,17 @@ class DecodeAdmission:
             return []
 
         def try_grant(sequence: Sequence) -> Admission:
+            if self._num_seats_taken >= self._core.scheduler.max_running:
+                return Admission.CLOSED
             return Admission.TAKEN if self._core.reserve(sequence) else Admission.NO_ROOM
 
         return [GrantMade(sequence.seq_id, self._wanted(sequence)) for sequence in self._waiting.admit(try_grant)]
+
+    @property
+    def _num_seats_taken(self) -> int:
+        """Sequences in the batch and those that will join it when their KV is here."""
+        in_batch = (SequenceStatus.RESERVED, SequenceStatus.RUNNING)
+        return sum(sequence.status in in_batch for sequence in self._core.sequences.values())
 
     def _wanted(self, sequence: Sequence) -> tuple[int, ...]:
         block_size = self._core.layout.block_size
@@ -119,16 +127,21 @@ class DecodeAdmission:
             self._core.release_reservation(sequence, num_arrived_tokens)
 
     def commit(self, seq_id: str, first_token_ids: list[int]) -> CommitOutcome:
-        """Everything arrived: the sequence joins the batch, with the tokens the sender sampled.
+        """Everything arrived: the sequence joins the batch, with the token the sender sampled.
 
         Raises:
             NotFound: the attempt or its reservation is gone.
+            FailedPrecondition: the tokens are more than one, for which there is room, or leave nothing to decode.
         """
         if seq_id in self._committed:
             return CommitOutcome.ALREADY_COMMITTED
         sequence = self._sequence(seq_id)
         if sequence.status is not SequenceStatus.RESERVED:
             raise NotFound(f"attempt {seq_id} has no reservation")
+        if len(first_token_ids) != 1:
+            raise FailedPrecondition(f"commit.first_token_ids: {len(first_token_ids)} tokens, this version takes 1")
+        if sequence.sampling.finish_after(first_token_ids[0], sequence.num_output_tokens + 1) is not None:
+            raise FailedPrecondition(f"commit.first_token_ids: token {first_token_ids[0]} ends the sequence")
         self._committed.add(seq_id)
         self._core.adopt(sequence, first_token_ids)
         self._new_commits.append(SequenceCommitted(seq_id, sequence.num_cached_tokens or 0))

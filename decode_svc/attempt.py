@@ -14,8 +14,8 @@ from engine.loop import EngineLoop
 from engine.outputs import Output
 from engine.runner import Runner
 from kvferry.errors import FailedPrecondition, Unavailable
+from kvferry.spec import AttemptId
 from kvferry.stats import ShipCounters
-from kvferry.wire import AttemptId
 from kvtransfer.digest import block_digest
 from kvtransfer.messages import Offer
 from kvtransfer.transport import CommitOutcome, Grant

@@ -17,8 +17,9 @@ from engine.outputs import (
     SequenceStarted,
     TokenSampled,
 )
+from kvferry.spec import AttemptId
 from kvferry.telemetry import Attributes, SpanNames, Telemetry, mark_error
-from kvferry.wire import AttemptId, finish_to_pb
+from kvferry.wire import finish_to_pb
 from proto.kvferry.v1 import worker_pb2
 
 

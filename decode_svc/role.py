@@ -41,9 +41,7 @@ class DecodeRole:
             layout=self.core.layout,
             epoch=context.identity.epoch,
             open_host=self._open_host,
-            options=ReceiveOptions(
-                max_frame_bytes=context.config.transfer.max_frame_bytes, is_alive=self.is_alive
-            ),
+            options=ReceiveOptions(max_frame_bytes=context.config.transfer.max_frame_bytes, is_alive=self.is_alive),
         )
 
     def _open_host(self, offer: Offer) -> DecodeAttempt:

@@ -1,6 +1,6 @@
 """The decode worker's calls. Decode owns one attempt: its registration, its blocks and its tokens.
 
-    Start ─► register ─► Registered ─► (shipment arrives, `attempt.py`) ─► Committed ─► tokens, a message a step ─► finish
+    Start ─► register ─► Registered ─► (shipment arrives, `attempt.py`) ─► Committed ─► tokens ─► finish
                     └─ local prefill: the sequence goes straight into the queue and computes its own prompt
 
 Whatever ends the call (finish, stop, cancel, a silent router) ends the attempt: first its receiving end is closed, then
@@ -24,11 +24,12 @@ from engine.outputs import GrantMade
 from engine.specs import sequence_from_spec
 from kvferry.errors import Cancelled, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from kvferry.rpc import HeartbeatWriter, read_with_progress_deadline
+from kvferry.spec import AttemptId, SequenceSpec
 from kvferry.stats import ShipCounters
 from kvferry.tasks import run_until_first
 from kvferry.telemetry import Telemetry
-from kvferry.wire import AttemptId, SequenceSpec, spec_from_pb
-from kvferry.worker import WorkerIdentity, WorkerState
+from kvferry.wire import spec_from_pb
+from kvferry.worker import WorkerIdentity, WorkerState, check_progress_timeout
 from proto.kvferry.v1 import worker_pb2, worker_pb2_grpc
 
 if TYPE_CHECKING:  # subscripted at type-check time only; at run time the class is not generic
@@ -109,8 +110,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
         first = await read_with_progress_deadline(context, START_TIMEOUT_S, "the router")
         if first is None or first.WhichOneof("event") != "start":
             raise InvalidArgument("event", "the first message of Decode must be `start`")
-        if not first.start.progress_timeout_s > 0:
-            raise InvalidArgument("start.progress_timeout_s", f"must be above 0, got {first.start.progress_timeout_s}")
+        check_progress_timeout("start.progress_timeout_s", first.start.progress_timeout_s)
         return first.start
 
     def _heartbeat(self) -> worker_pb2.DecodeResponse:
@@ -137,9 +137,11 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
             yield attempt
         finally:
             attempt.close()
-            del self._attempts[spec.id]
             self._mailboxes.close(seq_id)
-            self._engine.submit(lambda core: self._admission.unregister(seq_id))
+            loop = asyncio.get_running_loop()
+            removed = self._engine.submit(lambda core: self._admission.unregister(seq_id))
+            # Until then outputs may be on their way, which another call of this name must not get.
+            removed.add_done_callback(lambda _: loop.call_soon_threadsafe(self._attempts.pop, spec.id))
 
     async def _report(
         self,

@@ -100,12 +100,21 @@ class EngineCore:
         """Checks a sequence and takes it into the books without queueing it; raises like `add`."""
         if sequence.seq_id in self.sequences:
             raise InvalidArgument("id", f"sequence {sequence.seq_id} is running already")
-        self._check_fits(sequence)
+        self.check_fits(sequence)
         self.sequences[sequence.seq_id] = sequence
 
-    def _check_fits(self, sequence: Sequence) -> None:
+    def check_fits(self, sequence: Sequence) -> None:
+        """Raises as `add` does; on any thread, as long as the sequence belongs to it."""
         if not sequence.token_ids:
             raise InvalidArgument("token_ids", "the prompt has no tokens")
+        if sequence.num_output_tokens >= sequence.sampling.max_tokens:
+            raise InvalidArgument(
+                "max_tokens", f"{sequence.sampling.max_tokens}, of which {sequence.num_output_tokens} are given already"
+            )
+        if max(sequence.token_ids) >= self.runner.vocab_size:
+            raise InvalidArgument(
+                "token_ids", f"{max(sequence.token_ids)}, the vocabulary has {self.runner.vocab_size} tokens"
+            )
         num_total = sequence.num_prompt_tokens + sequence.sampling.max_tokens
         if num_total > self.runner.max_context:
             raise InvalidArgument(

@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Command = Callable[[], None]
 
+STOP_TIMEOUT_S = 5.0
+"""How long a step may hold up the end of the process."""
+
 
 class EngineLoop:
     """Runs one engine.
@@ -57,12 +60,12 @@ class EngineLoop:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the loop after the step that runs; commands not run yet are cancelled."""
+        """Ends the loop after the step that runs and the commands handed in; a step that hangs is left behind."""
         with self._condition:
             self._is_stopping = True
             self._condition.notify()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(STOP_TIMEOUT_S)
 
     def submit(self, command: Callable[[EngineCore], T]) -> Future[T]:
         """Runs `command(core)` between two steps; the future holds its result or exception."""
@@ -73,7 +76,7 @@ class EngineLoop:
                 return
             try:
                 result = command(self.core)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whoever submitted the command gets it
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -101,7 +104,11 @@ class EngineLoop:
         try:
             while (commands := self._next_commands()) is not None:
                 self._turn(commands)
+            for command in self._commands:  # no more are taken now
+                command()
         except BaseException as error:
+            if self._is_stopping:  # a step that `stop` did not wait for has nobody to deliver to
+                return
             logger.critical("the step loop failed", exc_info=True)
             self._on_crash(error)
 
@@ -113,9 +120,11 @@ class EngineLoop:
         with self._condition:
             while not (self._commands or self._is_stopping or self._may_step):
                 self._condition.wait()
+            if self._is_stopping:
+                return None
             commands = list(self._commands)
             self._commands.clear()
-            return None if self._is_stopping else commands
+            return commands
 
     def _turn(self, commands: list[Command]) -> None:
         self._busy_since_s = time.monotonic()

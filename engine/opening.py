@@ -32,7 +32,7 @@ def open_core(config: Config) -> EngineCore:
         FailedPrecondition: the folder does not hold a model that can be served.
     """
     if config.model.path is None:
-        raise FailedPrecondition("model.path is not set; `kvferry up` and `kvferry models prepare` find it from the name")
+        raise FailedPrecondition("model.path is not set; `kvferry` finds it from the model's name")
     engine = config.engine
     runner = open_runner(
         Path(config.model.path),
@@ -84,4 +84,3 @@ def open_loop(
     loop = EngineLoop(core, deliver, before_step=before_step, on_crash=end_process)
     loop.start()
     return loop
-

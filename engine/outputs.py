@@ -72,11 +72,5 @@ class SequenceCommitted:
 
 
 Output = (
-    SequenceStarted
-    | ChunkComputed
-    | TokenSampled
-    | SequencePreempted
-    | SequenceFailed
-    | GrantMade
-    | SequenceCommitted
+    SequenceStarted | ChunkComputed | TokenSampled | SequencePreempted | SequenceFailed | GrantMade | SequenceCommitted
 )

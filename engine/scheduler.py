@@ -1,9 +1,9 @@
 """Chooses what one step computes: continuous batching, chunked prefill, optimistic admission, preemption by recompute.
 
 There are no phases: every running sequence has tokens whose KV is missing (one while it decodes, many while it
-prefills) and gets as many of them as the token budget allows: decodes first, then prompts, each in order of priority. When a sequence cannot grow, the
-running sequence of the lowest priority gives up its blocks and waits again; its full blocks stay cached, the rest is
-recomputed. Plain state machine: no torch, no clock, no threads.
+prefills) and gets as many of them as the token budget allows: decodes first, then prompts, each in order of priority.
+When a sequence cannot grow, the running sequence of the lowest priority gives up its blocks and waits again; its full
+blocks stay cached, the rest is recomputed. Plain state machine: no torch, no clock, no threads.
 """
 
 from __future__ import annotations

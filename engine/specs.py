@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.core import EngineCore
 from engine.sequence import Priority, Sequence
-from kvferry.wire import SequenceSpec
+from kvferry.spec import SequenceSpec
 
 
 def sequence_from_spec(

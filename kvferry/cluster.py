@@ -10,7 +10,6 @@ it has accepted every worker.
 from __future__ import annotations
 
 import asyncio
-import socket
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
@@ -22,6 +21,7 @@ from kvferry.client import Client
 from kvferry.config import Config, to_toml
 from kvferry.errors import FailedPrecondition, Unavailable
 from kvferry.host import num_cores
+from kvferry.rpc import check_can_listen
 from kvferry.supervisor import WORKER_NICENESS, Child, ChildSpec, Supervisor
 
 POLL_INTERVAL_S = 0.05
@@ -155,21 +155,6 @@ class LocalCluster:
         if len(workers) < len(self._workers):
             return f"{len(workers)} of {len(self._workers)} workers are listed"
         return "; ".join(f"{worker.address} is {worker.state}" for worker in workers if worker.state != "ready")
-
-
-def check_can_listen(listen: str) -> None:
-    """Raises FailedPrecondition when host:port is taken or not ours."""
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdigit():
-        raise FailedPrecondition(f"listen address {listen!r} must be host:port", field="listen")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed connection's rest does not count
-            probe.bind(address)
-            probe.listen()
-    except OSError as error:
-        raise FailedPrecondition(f"cannot listen on {listen}: {error.strerror or error}", field="listen") from error
 
 
 async def _finish(ending: Coroutine[Any, Any, None]) -> None:

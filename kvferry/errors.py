@@ -12,7 +12,7 @@
     ├── DataLoss              a block's digest stayed wrong after a repeat
     └── Internal              our own fault
 
-Code raises these; the interceptors of `kvferry/rpc.py` turn them into a status with google.rpc details and back.
+Code raises these; the interceptors of `kvferry/rpc/` turn them into a status with google.rpc details and back.
 """
 
 from __future__ import annotations
@@ -119,4 +119,4 @@ ERRORS_BY_STATUS: dict[grpc.StatusCode, type[KvferryError]] = {
         Internal,
     )
 }
-"""For callers: which class a status of a peer becomes. INVALID_ARGUMENT and UNIMPLEMENTED need a field, see `rpc.py`."""
+"""For callers: which class a status of a peer becomes. INVALID_ARGUMENT and UNIMPLEMENTED: see `rpc/status.py`."""

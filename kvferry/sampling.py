@@ -1,8 +1,8 @@
 """How one sequence is sampled and when it ends: values that travel unchanged from the router to both workers.
 
-The router fills in every default, so a worker never guesses. Output relation, kept everywhere: the token that ended a
-choice (end of sequence, stop id, the last token of a stop string) is among its token ids and is counted; its text is not
-in the text.
+The router fills in every default, so a worker never guesses. Output relation, kept everywhere: the token that ended
+a choice (end of sequence, stop id, the last token of a stop string) is among its token ids and is counted; its text is
+not in the text.
 """
 
 from __future__ import annotations

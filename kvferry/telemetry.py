@@ -1,9 +1,8 @@
 """Traces, metrics and logs of one process: set up once by its entry point, handed down as a `Telemetry` object.
 
-Names follow OpenTelemetry's GenAI and RPC conventions where they exist; `kvferry.` is our namespace for the rest. A
-request's spans: the client's, `Generate` (router), under it `kvferry.tokenize`, `kvferry.queue`, `Prefill` and `Decode`
-(both workers), with `kvferry.prefill.chunk`, `kvferry.ship`, `kvferry.commit`, `kvferry.decode` below those. Prompts,
-outputs and secrets are in none of them.
+Names follow OpenTelemetry's GenAI and RPC conventions where they exist; `kvferry.` is our namespace for the rest. Spans
+of calls are named after the method (`kvferry.v1.DecodeService/Decode`), at both ends; below them lie ours, `SpanNames`.
+Prompts, outputs and secrets are in none of them.
 
 Exporting never holds up a request: spans go into a bounded queue that a thread empties; what does not fit, or what the
 collector does not take, is dropped and counted.

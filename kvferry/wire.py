@@ -6,11 +6,10 @@ call and nothing else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvferry.errors import InvalidArgument
 from kvferry.kv_layout import DTYPE_BYTES, KvLayout
 from kvferry.sampling import Finish, FinishKind, SamplingParams
+from kvferry.spec import AttemptId, SequenceSpec
 from kvferry.stats import EngineStats, ShipCounters
 from proto.kvferry.v1 import types_pb2, worker_pb2
 
@@ -23,34 +22,6 @@ _REASONS: dict[FinishKind, types_pb2.FinishReason] = {
     FinishKind.DEADLINE: types_pb2.FINISH_REASON_DEADLINE,
 }
 _KINDS = {reason: kind for kind, reason in _REASONS.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptId:
-    """One attempt of one request; compared wherever something that belongs to it arrives."""
-
-    request_id: str
-    attempt: int
-
-    @property
-    def seq_id(self) -> str:
-        """Name of the attempt's sequence inside a worker."""
-        return f"{self.request_id}/{self.attempt}"
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceSpec:
-    """What a worker is told about a sequence; `token_ids` holds the prompt and, on a resume, earlier output."""
-
-    id: AttemptId
-    token_ids: tuple[int, ...]
-    num_prompt_tokens: int
-    sampling: SamplingParams
-    tier_rank: int = 0
-    deadline_unix_ms: int = 0
-    cache_salt: str = ""
-    adapter: str = ""
-    bypass_prefix_cache: bool = False
 
 
 def finish_to_pb(finish: Finish) -> types_pb2.Finish:

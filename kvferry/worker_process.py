@@ -20,7 +20,7 @@ from kvferry.config import Config, load_config
 from kvferry.errors import KvferryError
 from kvferry.kv_layout import KvLayout
 from kvferry.process import StopSignals, print_ready
-from kvferry.rpc import RpcServer, run
+from kvferry.rpc import RpcServer, check_can_listen, run
 from kvferry.telemetry import Telemetry, configure_logging, log_event, start_telemetry
 from kvferry.wire import layout_to_pb
 from kvferry.worker import WorkerIdentity, WorkerServicer, WorkerState
@@ -96,6 +96,7 @@ def main(role: str, open_role: OpenRole) -> None:
     try:
         config = load_config(options.config)
         configure_logging(config.telemetry, role, options.worker_id)
+        check_can_listen(options.listen)  # at once, not after the model is loaded
         run(_serve(role, open_role, config, options.listen, options.advertise, options.worker_id))
     except KvferryError as error:
         sys.exit(f"error: {error.message}")

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from kvferry.block_hash import HASH_BYTES
 from kvferry.errors import InvalidArgument
-from kvferry.wire import AttemptId, attempt_from_pb, attempt_to_pb, layout_from_pb, layout_to_pb
+from kvferry.spec import AttemptId
+from kvferry.wire import attempt_from_pb, attempt_to_pb, layout_from_pb, layout_to_pb
 from kvtransfer.digest import DIGEST_BYTES
 from kvtransfer.messages import (
     Alive,
@@ -78,7 +79,7 @@ def receiver_message_to_pb(message: ReceiverMessage) -> ship_pb2.ShipResponse:
 
 
 def receiver_message_from_pb(message: ship_pb2.ShipResponse) -> ReceiverMessage:
-    """Raises InvalidArgument for a malformed message. `halt` is the transport's own and never comes here."""
+    """Raises InvalidArgument for a malformed message."""
     match message.WhichOneof("event"):
         case "want":
             indices: Sequence[int] = message.want.block_indices

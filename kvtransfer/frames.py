@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.wire import AttemptId
+from kvferry.spec import AttemptId
 from kvtransfer.digest import block_digest
 from kvtransfer.messages import BlockFrame
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from kvtransfer.liveness import run_until_first
+from kvferry.tasks import run_until_first
 from kvtransfer.messages import ReceiverMessage, SenderMessage
 from kvtransfer.receiver import ShipReceiver
 from kvtransfer.receiving_end import run_receiving_end

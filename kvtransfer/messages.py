@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.kv_layout import KvLayout
-from kvferry.wire import AttemptId
+from kvferry.spec import AttemptId
 
 
 @dataclass(frozen=True, slots=True)

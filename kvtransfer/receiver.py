@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvferry.errors import DataLoss, FailedPrecondition, Internal, InvalidArgument, KvferryError, Unavailable
 from kvferry.kv_layout import KvLayout
-from kvferry.wire import AttemptId
+from kvferry.spec import AttemptId
 from kvtransfer.digest import DIGEST_BYTES
 from kvtransfer.frames import MAX_FRAME_BYTES
 from kvtransfer.messages import BlockFrame, Commit, Offer, SenderMessage

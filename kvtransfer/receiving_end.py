@@ -11,7 +11,8 @@ import asyncio
 
 from kvferry.errors import KvferryError
 from kvferry.rpc import HeartbeatWriter
-from kvtransfer.liveness import HEARTBEATS_PER_TIMEOUT, bounded_silence, run_until_first
+from kvferry.tasks import run_until_first
+from kvtransfer.liveness import HEARTBEATS_PER_TIMEOUT, bounded_silence
 from kvtransfer.messages import Alive, CommitAck, Nack, Offer, ReceiverMessage, Want
 from kvtransfer.receiver import (
     CommitSequence,

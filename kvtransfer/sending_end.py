@@ -14,8 +14,9 @@ from typing import Any
 
 from kvferry.errors import Internal
 from kvferry.rpc import HeartbeatWriter
+from kvferry.tasks import run_until_first
 from kvtransfer.frames import cut_block
-from kvtransfer.liveness import HEARTBEATS_PER_TIMEOUT, bounded_silence, run_until_first
+from kvtransfer.liveness import HEARTBEATS_PER_TIMEOUT, bounded_silence
 from kvtransfer.messages import Alive, BlockFrame, Commit, SenderMessage
 from kvtransfer.sender import (
     SendBlock,

@@ -8,7 +8,7 @@ frames by another way than the other messages, but then
   can never change a verified block; no transport writes the pool itself;
 - messages of one direction arrive in order, once, or the stream ends;
 - `write` returns when the message is on its way and waits while the peer does not take it (that is the backpressure);
-  it may be called by several tasks, and each message goes out whole;
+  it is called by one task at a time;
 - `read` on the sending side raises the error with which the receiver refused, or Unavailable when the receiver is gone;
   on the receiving side it returns None when the sender will send nothing more;
 - leaving a stream, in whatever way, ends it for the peer too, and leaves no task behind.

@@ -21,11 +21,12 @@ from engine.sequence import Sequence
 from engine.specs import sequence_from_spec
 from kvferry.errors import DataLoss, FailedPrecondition, InvalidArgument, KvferryError, Unavailable
 from kvferry.rpc import HeartbeatWriter
+from kvferry.spec import AttemptId, SequenceSpec
 from kvferry.stats import ShipCounters
 from kvferry.tasks import run_until_first
 from kvferry.telemetry import Attributes, SpanNames, Telemetry, context_of
-from kvferry.wire import AttemptId, SequenceSpec, finish_to_pb, spec_from_pb
-from kvferry.worker import WorkerIdentity, WorkerState
+from kvferry.wire import finish_to_pb, spec_from_pb
+from kvferry.worker import WorkerIdentity, WorkerState, check_progress_timeout
 from kvtransfer.grpc_transport import GrpcShipment
 from kvtransfer.messages import Offer
 from kvtransfer.sender import ShipSender, ShipSummary
@@ -145,7 +146,10 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
             raise
         finally:
             self.mailboxes.close(sequence.seq_id)
-            await self._let_go(spec.id, sequence)
+            loop = asyncio.get_running_loop()
+            removed = self.engine.submit(lambda core: core.remove(sequence.seq_id))
+            # Until then outputs may be on their way, which another call of this name must not get.
+            removed.add_done_callback(lambda _: loop.call_soon_threadsafe(self._running.discard, spec.id))
 
 
 class _PrefillRun:

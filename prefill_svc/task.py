@@ -121,8 +121,8 @@ class PrefillTask:
     def on_ship_failed(self, error: KvferryError) -> list[TaskAction]:
         """The shipment failed.
 
-        A refusal (a receiver that restarted, or has lost the attempt) is no fault of the request: it says that this pair
-        cannot serve it now, which another may.
+        A refusal (a receiver that restarted, or has lost the attempt) is no fault of the request: it says that this
+        pair cannot serve it now, which another may.
         """
         is_kept = isinstance(error, _SHIP_ERRORS)
         return self.on_failed(error if is_kept else Unavailable(f"decode refused the shipment: {error.message}"))

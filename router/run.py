@@ -18,7 +18,8 @@ from opentelemetry.trace import Tracer
 
 from kvferry.errors import DeadlineExceeded, Internal, KvferryError, Unavailable
 from kvferry.sampling import Finish, SamplingParams
-from kvferry.wire import AttemptId, SequenceSpec, spec_to_pb
+from kvferry.spec import AttemptId, SequenceSpec
+from kvferry.wire import spec_to_pb
 from proto.kvferry.v1 import worker_pb2
 from router.admission import RetryBudget
 from router.calls import CallContext, DecodeCall, PrefillCall, WorkerCall

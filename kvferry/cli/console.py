@@ -8,6 +8,9 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
+PIPE_COLUMNS = 160
+"""Width of tables where no terminal sets one."""
+
 
 def write(text: str) -> None:
     """Text as it is, at once, for a stream of tokens or a pipe."""
@@ -25,7 +28,8 @@ def write_table(columns: dict[str, list[str]], title: str | None = None) -> None
     table = Table(*columns, title=title, title_justify="left", title_style="bold")
     for row in zip(*columns.values(), strict=True):
         table.add_row(*row)
-    Console(markup=False, highlight=False).print(table)
+    width = None if sys.stdout.isatty() else PIPE_COLUMNS
+    Console(markup=False, highlight=False, width=width).print(table)
 
 
 def note(text: str) -> None:

@@ -22,11 +22,15 @@ from kvferry.config import Config, child_environment, to_toml
 from kvferry.errors import InvalidArgument
 from kvferry.host import num_cores
 from kvferry.model_store import ModelStore
+from kvferry.rpc import check_can_listen
 
 ListenOption = Annotated[
     str, typer.Option("--listen", metavar="HOST:PORT", help="Address to serve on; port 0 chooses a free one.")
 ]
 WorkerIdOption = Annotated[str | None, typer.Option("--worker-id", help="Name in listings, logs and traces.")]
+AdvertiseOption = Annotated[
+    str | None, typer.Option("--advertise", metavar="HOST:PORT", help="Where peers reach it, if not where it listens.")
+]
 AddressesOption = Annotated[str | None, typer.Option(metavar="HOST:PORT,…", help="Workers the router sends to.")]
 
 
@@ -66,25 +70,29 @@ def router(
 def prefill(
     listen: ListenOption = "127.0.0.1:50061",
     worker_id: WorkerIdOption = None,
+    advertise: AdvertiseOption = None,
     model: ModelOption = None,
     dtype: DtypeOption = None,
     config: ConfigOption = None,
     settings: SetOption = None,
 ) -> None:
     """Runs a prefill worker: fills KV blocks and ships them."""
-    _worker("prefill_svc", listen, worker_id or "prefill", configuration(config, settings, _model(model, dtype)))
+    effective = configuration(config, settings, _model(model, dtype))
+    _worker("prefill_svc", listen, ["--worker-id", worker_id or "prefill", *_advertised(advertise)], effective)
 
 
 def decode(
     listen: ListenOption = "127.0.0.1:50062",
     worker_id: WorkerIdOption = None,
+    advertise: AdvertiseOption = None,
     model: ModelOption = None,
     dtype: DtypeOption = None,
     config: ConfigOption = None,
     settings: SetOption = None,
 ) -> None:
     """Runs a decode worker: takes KV blocks and streams tokens."""
-    _worker("decode_svc", listen, worker_id or "decode", configuration(config, settings, _model(model, dtype)))
+    effective = configuration(config, settings, _model(model, dtype))
+    _worker("decode_svc", listen, ["--worker-id", worker_id or "decode", *_advertised(advertise)], effective)
 
 
 def show_config(
@@ -101,10 +109,15 @@ def _model(name: str | None, dtype: str | None) -> Overrides:
     return {"model": {"name": name, "dtype": dtype}}
 
 
-def _worker(module: str, listen: str, worker_id: str, config: Config) -> NoReturn:
+def _advertised(address: str | None) -> list[str]:
+    return ["--advertise", address] if address else []
+
+
+def _worker(module: str, listen: str, arguments: Sequence[str], config: Config) -> NoReturn:
+    check_can_listen(listen)  # at once, not after the model is fetched
     threads = config.engine.num_threads or num_cores()
     effective = _prepared(config).replace("engine", num_threads=threads)
-    _become(module, effective, ["--listen", listen, "--worker-id", worker_id], num_threads=threads)
+    _become(module, effective, ["--listen", listen, *arguments], num_threads=threads)
 
 
 def _prepared(config: Config) -> Config:

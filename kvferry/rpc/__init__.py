@@ -7,9 +7,18 @@ Above keepalive, which C-core answers even while the peer's Python hangs, intern
 """
 
 from kvferry.rpc.channel import RpcChannel
+from kvferry.rpc.listen import check_can_listen
 from kvferry.rpc.liveness import HeartbeatWriter, read_with_progress_deadline
 from kvferry.rpc.loop import run
 from kvferry.rpc.server import RpcServer
 from kvferry.rpc.status import error_from_rpc
 
-__all__ = ["HeartbeatWriter", "RpcChannel", "RpcServer", "error_from_rpc", "read_with_progress_deadline", "run"]
+__all__ = [
+    "HeartbeatWriter",
+    "RpcChannel",
+    "RpcServer",
+    "check_can_listen",
+    "error_from_rpc",
+    "read_with_progress_deadline",
+    "run",
+]

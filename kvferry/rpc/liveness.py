@@ -79,8 +79,7 @@ class HeartbeatWriter(Generic[_Message]):
                 async with asyncio.timeout(self._interval_s), self._lock:
                     self._task.cancel()
         self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
+        await asyncio.wait([self._task])  # a cancellation of this task itself must not be lost
 
     async def write(self, message: _Message) -> None:
         """Writes one message after those before it."""

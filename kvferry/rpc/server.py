@@ -24,6 +24,7 @@ from opentelemetry.trace import NoOpTracer, Span, SpanKind, Tracer, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kvferry.errors import Cancelled, FailedPrecondition, Internal, KvferryError, Unavailable
+from kvferry.rpc.listen import check_can_listen
 from kvferry.rpc.options import DEFAULT_MAX_MESSAGE_BYTES, server_options
 from kvferry.rpc.status import status_details
 from kvferry.telemetry import Attributes, mark_error
@@ -101,16 +102,12 @@ class RpcServer:
 
 
 def _bind(server: grpc.aio.Server, listen: str) -> str:
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdigit():
-        raise FailedPrecondition(f"listen address {listen!r} must be host:port", field="listen")
+    check_can_listen(listen)  # the library's own failure has no reason in it and is logged on top
     try:
         bound = server.add_insecure_port(listen)
     except RuntimeError as error:
-        raise FailedPrecondition(
-            f"cannot listen on {listen}: the port is in use or the address is not one of this machine", field="listen"
-        ) from error
-    return f"{host}:{bound}"
+        raise FailedPrecondition(f"cannot listen on {listen}: {error}", field="listen") from error
+    return f"{listen.rpartition(':')[0]}:{bound}"
 
 
 class _CallsInFlight:

@@ -6,9 +6,12 @@ ErrorInfo carries the reason (which class of the tree), BadRequest the field, Re
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import grpc
 import grpc.aio
+from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from kvferry.errors import ERRORS_BY_STATUS, Internal, InvalidArgument, KvferryError, UnsupportedField
@@ -37,19 +40,43 @@ def status_details(error: KvferryError) -> tuple[str, tuple[tuple[str, bytes], .
 
 def error_from_rpc(error: grpc.aio.AioRpcError, target: str = "") -> KvferryError:
     """The error of ours that a peer's status means; `target` is named where the peer said nothing itself."""
-    status = _status_of(error)
-    reason, field, retry_after_s = "", None, None
-    for detail in status.details if status is not None else ():
-        info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
-        if detail.Unpack(info) and info.domain == DOMAIN:
-            reason = info.reason
-        elif detail.Unpack(bad) and bad.field_violations:
-            field = bad.field_violations[0].field
-        elif detail.Unpack(retry):
-            retry_after_s = retry.retry_delay.ToMicroseconds() / 1e6
+    try:
+        told = _read_details(error)
+    except DecodeError:  # a peer that is not ours, or a broken one: its code and message still stand
+        told = _Told()
     said = error.details() or error.code().name
-    message = said if reason or not target else f"{target}: {said}"
-    return _make(_class_for(error.code(), reason), message, field, retry_after_s)
+    message = said if told.reason or not target else f"{target}: {said}"
+    return _make(_class_for(error.code(), told.reason), message, told.field, told.retry_after_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What the details of a status say."""
+
+    reason: str = ""
+    field: str | None = None
+    retry_after_s: float | None = None
+
+
+def _read_details(error: grpc.aio.AioRpcError) -> _Told:
+    """Raises DecodeError when they are garbage."""
+    told = _Told()
+    for key, value in error.trailing_metadata() or ():
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            for detail in status_pb2.Status.FromString(value).details:
+                told = _with_detail(told, detail)
+    return told
+
+
+def _with_detail(told: _Told, detail: any_pb2.Any) -> _Told:
+    info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+    if detail.Unpack(info) and info.domain == DOMAIN:
+        return replace(told, reason=info.reason)
+    if detail.Unpack(bad) and bad.field_violations:
+        return replace(told, field=bad.field_violations[0].field)
+    if detail.Unpack(retry):
+        return replace(told, retry_after_s=retry.retry_delay.ToMicroseconds() / 1e6)
+    return told
 
 
 def _make(kind: type[KvferryError], message: str, field: str | None, retry_after_s: float | None) -> KvferryError:
@@ -74,13 +101,3 @@ def _tree(kind: type[KvferryError]) -> Iterator[type[KvferryError]]:
     yield kind
     for below in kind.__subclasses__():
         yield from _tree(below)
-
-
-def _status_of(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:
-    for key, value in error.trailing_metadata() or ():
-        if key == DETAILS_KEY and isinstance(value, bytes):
-            try:
-                return status_pb2.Status.FromString(value)
-            except ValueError:  # protobuf's DecodeError is one
-                return None
-    return None

@@ -1,164 +1,101 @@
-"""Cancelling in every phase of a request, by everyone who can: every block comes back, on both sides, and nothing else changes.
+"""Cancelling in every phase of a request, by everyone who can: all blocks come back on both sides and nothing else changes.
 
-The phases are reached by what the workers show of themselves: a full batch, blocks that are taken, a block whose
-departure is delayed (`kvtransfer.faults`), steps that take time.
+Phases are reached by what the workers show of themselves: a full batch, blocks that are taken, a block that leaves late
+(`kvtransfer.faults`), steps that take time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
 
+import grpc.aio
 import pytest
 
-from engine.scripted import ScriptConfig, reference_continuation
-from kvferry.errors import NotFound, Unavailable
+from kvferry.errors import FailedPrecondition, KvferryError, NotFound, Unavailable
 from kvferry.rpc import RpcChannel
-from kvferry.worker_process import RunningWorker
-from kvtransfer.faults import NO_FAULTS, Fault, FaultKind, Faults
+from kvferry.wire import spec_to_pb
 from proto.kvferry.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.pair import FULL_BLOCKS, OUTPUT_TOKENS, PROMPT_TOKENS, Pair, scripted_pair
 from tests.support.pair_request import Ending, PairRequest, failure_of
-from tests.support.workers import (
-    assert_idle,
-    core_of,
-    make_spec,
-    running_pair,
-    scripted_config,
-    scripted_folder,
-    until,
-)
+from tests.support.workers import core_of, make_spec, until
 
 TIMES = 50
-PROMPT_TOKENS = 22  # five full blocks of four and a partial one
-FULL_BLOCKS = PROMPT_TOKENS // 4
-OUTPUT_TOKENS = 12
 FOR_EVER_S = 60.0
 """A delay that only the end of the call cuts short."""
 SHORT_DELAY_S = 0.1
 """A delay after which the sender finds out by itself that nobody is there any more."""
 
-_numbers = itertools.count()
+Reach = Callable[[Pair, Ending], Awaitable[PairRequest]]
 
 
-def random_prompt(rng: random.Random, num_tokens: int = PROMPT_TOKENS) -> list[int]:
-    return [rng.randrange(1024) for _ in range(num_tokens)]
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "model"
 
 
-class Pair:
-    """A pair of workers and what the tests here do with it."""
-
-    def __init__(self, prefill: RunningWorker, decode: RunningWorker, script: ScriptConfig, seed: int = 0) -> None:
-        self.prefill, self.decode = prefill, decode
-        self.rng = random.Random(seed)
-        self._script = script
-
-    def begin(self, prompt: list[int] | None = None, max_tokens: int = OUTPUT_TOKENS, **kind: Any) -> PairRequest:
-        """A request with a prompt of its own, so that no cache shortens its way."""
-        spec = make_spec(f"r{next(_numbers)}", prompt or random_prompt(self.rng), max_tokens)
-        return PairRequest(self.prefill.address, self.decode.address, spec, **kind)
-
-    def is_right(self, request: PairRequest) -> bool:
-        expected = reference_continuation(request.spec.token_ids, request.spec.sampling.max_tokens, self._script)
-        return request.result.token_ids == expected
-
-    async def check_serves(self, prompt: list[int] | None = None) -> None:
-        """LIVE: a canary gets the right tokens."""
-        canary = self.begin(prompt)
-        await canary.finished()
-        assert self.is_right(canary)
-
-    def delay_block(self, block_index: int, delay_s: float) -> None:
-        """From the next shipment on this block leaves late."""
-        self.set_faults(Faults((Fault(FaultKind.DELAY, block_index, delay_s=delay_s),)))
-
-    def set_faults(self, faults: Faults) -> None:
-        servicer = self.prefill.role.servicer  # type: ignore[attr-defined]
-        servicer.options = dataclasses.replace(servicer.options, faults=faults)
-
-    @property
-    def num_arrived_blocks(self) -> int:
-        return self.decode.role.load().num_blocks_shipped
-
-    def num_used_blocks(self, worker: RunningWorker) -> int:
-        return worker.role.load().num_used_blocks
+def endings() -> Iterator[Ending]:
+    """Everyone who can end a request, in turn."""
+    return itertools.islice(itertools.cycle(Ending), TIMES)
 
 
-@asynccontextmanager
-async def pair_of(
-    tmp_path: Path, *, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, **script: Any
-) -> AsyncIterator[Pair]:
-    folder = scripted_folder(tmp_path / "model", **script)
-    prefill_config = scripted_config(folder, **{"max_chunk_tokens": 4, **(prefill or {})})
-    async with running_pair(prefill_config, scripted_config(folder, **(decode or {}))) as (prefill_worker, decoder, _):
-        yield Pair(prefill_worker, decoder, ScriptConfig(**script))
-
-
-async def end_in_every_way(pair: Pair, reach: Callable[[Pair, Ending], Awaitable[PairRequest]]) -> None:
-    """`reach` brings a request into the phase; it is ended there, again and again, in turn by everyone who can."""
-    for ending in itertools.islice(itertools.cycle(Ending), TIMES):
+async def end_in_every_way(pair: Pair, reach: Reach) -> None:
+    """`reach` brings a request into the phase; it is ended there, again and again."""
+    for ending in endings():
         request = await reach(pair, ending)
         await request.end(ending)
-        await settle(pair, request, ending)
+        await check_other_side(pair, request, ending)
         await request.end(Ending.CHANNELS)
-        pair.set_faults(NO_FAULTS)
+        pair.set_faults()
     await pair.check_serves()
-    await assert_idle(pair.prefill, pair.decode)
+    await pair.check_idle()
 
 
-async def settle(pair: Pair, request: PairRequest, ending: Ending) -> None:
-    """The worker whose call still lives frees what the other's end made useless."""
+async def check_other_side(pair: Pair, request: PairRequest, ending: Ending) -> None:
+    """A worker whose own call lives on frees what the end of the other call made useless."""
     if ending is Ending.DECODE and not request.prefill.done():
         assert isinstance(await failure_of(request.prefill), NotFound | Unavailable)
-    if ending is Ending.PREFILL:
-        if request.result.committed is not None:  # prefill's part was over: nothing is lost
-            await asyncio.wait([request.decode])
-            assert pair.is_right(request)
-        else:
-            await until(lambda: pair.num_used_blocks(pair.decode) == 0)
-            assert not request.decode.done()
+    if ending is Ending.PREFILL and request.result.committed is None:
+        await until(lambda: pair.num_used_blocks(pair.decode) == 0 and pair.num_waiting_grants == 0)
+        assert not request.decode.done()
+    elif ending is Ending.PREFILL:  # its part was over: nothing is lost
+        await asyncio.wait([request.decode])
+        assert pair.prompts.is_right(request)
 
 
-async def test_in_the_queue_of_prefill(tmp_path: Path) -> None:
-    async with pair_of(tmp_path, prefill={"max_running": 1, "num_blocks": 1024}, step_delay_s=0.002) as pair:
-        core = core_of(pair.prefill)
-
-        async def reach(pair: Pair, ending: Ending) -> PairRequest:
-            request = pair.begin()
-            await until(lambda: len(core.scheduler.waiting) == 1)
-            return request
-
-        async with computing_a_long_prompt(pair):
-            for ending in itertools.islice(itertools.cycle([Ending.PREFILL, Ending.BOTH, Ending.CHANNELS]), TIMES):
-                request = await reach(pair, ending)
+async def test_in_the_queue_of_prefill(folder: Path) -> None:
+    async with scripted_pair(folder, prefill={"max_running": 1, "num_blocks": 1024}, step_delay_s=0.002) as pair:
+        waiting = core_of(pair.prefill).scheduler.waiting
+        async with a_long_prompt(pair):
+            for ending in endings():
+                request = pair.begin()
+                await until(lambda: len(waiting) == 1)
                 await request.end(ending)
+                assert request.prefill.done() == (ending is not Ending.DECODE)
                 await request.end(Ending.CHANNELS)
-                await until(lambda: len(core.scheduler.waiting) == 0)
+                await until(lambda: len(waiting) == 0)
+                assert pair.num_used_blocks(pair.decode) == 0
         await pair.check_serves()
-        await assert_idle(pair.prefill, pair.decode)
+        await pair.check_idle()
 
 
 @asynccontextmanager
-async def computing_a_long_prompt(pair: Pair) -> AsyncIterator[None]:
-    """The batch of prefill, which takes one, is taken."""
-    spec = make_spec("long", random_prompt(pair.rng, 4000), 1)
+async def a_long_prompt(pair: Pair) -> AsyncIterator[None]:
+    """Prefill is computing it for the length of the block, chunk by chunk."""
+    spec = make_spec("long", pair.prompts.draw(4000), 1)
+    request = worker_pb2.PrefillRequest(sequence=spec_to_pb(spec), progress_timeout_s=5.0)
     async with RpcChannel(pair.prefill.address) as channel:
-        stub = worker_pb2_grpc.PrefillServiceStub(channel.grpc)
-        from kvferry.wire import spec_to_pb
-
-        request = worker_pb2.PrefillRequest(sequence=spec_to_pb(spec), progress_timeout_s=5.0)
-        async with channel.stream(stub.Prefill, request) as call:
+        async with channel.stream(worker_pb2_grpc.PrefillServiceStub(channel.grpc).Prefill, request) as call:
             await until(lambda: len(core_of(pair.prefill).scheduler.running) == 1)
             yield
             assert not call.done()
 
 
-async def test_between_the_chunks_of_a_prompt(tmp_path: Path) -> None:
+async def test_between_two_chunks(folder: Path) -> None:
     async def reach(pair: Pair, ending: Ending) -> PairRequest:
         request = pair.begin()
         sequences, seq_id = core_of(pair.prefill).sequences, request.spec.id.seq_id
@@ -166,33 +103,29 @@ async def test_between_the_chunks_of_a_prompt(tmp_path: Path) -> None:
         assert sequences[seq_id].num_computed_tokens < PROMPT_TOKENS
         return request
 
-    async with pair_of(tmp_path, step_delay_s=0.01) as pair:
+    async with scripted_pair(folder, step_delay_s=0.01) as pair:
         await end_in_every_way(pair, reach)
 
 
-async def test_while_a_grant_waits_for_room(tmp_path: Path) -> None:
-    async def reach(pair: Pair, ending: Ending) -> PairRequest:
-        request = pair.begin()
-        await until(lambda: pair.decode.role.admission.num_waiting == 1)  # type: ignore[attr-defined]
-        return request
-
-    async with pair_of(tmp_path, decode={"num_blocks": 16}) as pair:
+async def test_while_a_grant_waits_for_room(folder: Path) -> None:
+    async with scripted_pair(folder, decode={"num_blocks": 16}) as pair:
         engine = pair.decode.role.engine  # type: ignore[attr-defined]
         taken = await engine.run(lambda core: core.pool.allocate(12))
-        for ending in itertools.islice(itertools.cycle(Ending), TIMES):
-            request = await reach(pair, ending)
+        for ending in endings():
+            request = pair.begin()
+            await until(lambda: pair.num_waiting_grants == 1)
             await request.end(ending)
             if ending is Ending.DECODE:
-                assert isinstance(await failure_of(request.prefill), NotFound | Unavailable)
-            await until(lambda: pair.decode.role.admission.num_waiting == 0)  # type: ignore[attr-defined]
+                assert isinstance(await failure_of(request.prefill), Unavailable)
+            await until(lambda: pair.num_waiting_grants == 0)
             assert pair.num_used_blocks(pair.decode) == 12
             await request.end(Ending.CHANNELS)
         await engine.run(lambda core: core.pool.free(taken))
         await pair.check_serves()
-        await assert_idle(pair.prefill, pair.decode)
+        await pair.check_idle()
 
 
-async def test_in_mid_shipment(tmp_path: Path) -> None:
+async def test_in_mid_shipment(folder: Path) -> None:
     async def reach(pair: Pair, ending: Ending) -> PairRequest:
         pair.delay_block(3, SHORT_DELAY_S if ending is Ending.DECODE else FOR_EVER_S)
         num_arrived = pair.num_arrived_blocks
@@ -200,11 +133,11 @@ async def test_in_mid_shipment(tmp_path: Path) -> None:
         await until(lambda: pair.num_arrived_blocks == num_arrived + 3)
         return request
 
-    async with pair_of(tmp_path) as pair:
+    async with scripted_pair(folder) as pair:
         await end_in_every_way(pair, reach)
 
 
-async def test_between_first_token_and_committed(tmp_path: Path) -> None:
+async def test_between_first_token_and_committed(folder: Path) -> None:
     async def reach(pair: Pair, ending: Ending) -> PairRequest:
         pair.delay_block(FULL_BLOCKS, SHORT_DELAY_S if ending is Ending.DECODE else FOR_EVER_S)
         num_arrived = pair.num_arrived_blocks
@@ -214,16 +147,139 @@ async def test_between_first_token_and_committed(tmp_path: Path) -> None:
         assert request.result.committed is None
         return request
 
-    async with pair_of(tmp_path) as pair:
+    async with scripted_pair(folder) as pair:
         await end_in_every_way(pair, reach)
 
 
-async def test_while_decode_runs(tmp_path: Path) -> None:
+async def test_while_decode_runs(folder: Path) -> None:
     async def reach(pair: Pair, ending: Ending) -> PairRequest:
         request = pair.begin()
         await until(lambda: len(request.result.token_ids) >= 3)
         assert request.result.finish is None
         return request
 
-    async with pair_of(tmp_path, step_delay_s=0.005) as pair:
+    async with scripted_pair(folder, step_delay_s=0.005) as pair:
         await end_in_every_way(pair, reach)
+
+
+async def test_at_the_very_last_token_and_twice(folder: Path) -> None:
+    """A cancel that races the end, and one of what is over, are no-ops."""
+    async with scripted_pair(folder, step_delay_s=0.001) as pair:
+        for number in range(TIMES):
+            request = pair.begin()
+            await until(lambda request=request: len(request.result.token_ids) >= OUTPUT_TOKENS - number % 2)  # type: ignore[misc]
+            for ending in (Ending.BOTH, Ending.BOTH, Ending.CHANNELS, Ending.CHANNELS):
+                await request.end(ending)
+            if request.result.finish is not None:
+                assert pair.prompts.is_right(request)
+        await pair.check_serves()
+        await pair.check_idle()
+
+
+async def test_stop_before_and_after_the_commit_ends_the_stream_well(folder: Path) -> None:
+    """A stop string was complete: decode ends the sequence and the stream with status OK, once or twice told."""
+    stop = worker_pb2.DecodeRequest(stop=worker_pb2.DecodeStop(num_wanted_tokens=1))
+    async with scripted_pair(folder, step_delay_s=0.002) as pair, RpcChannel(pair.decode.address) as channel:
+        stub = worker_pb2_grpc.DecodeServiceStub(channel.grpc)
+        for number in range(TIMES):
+            spec = make_spec(pair.prompts.next_id(), pair.prompts.draw(), OUTPUT_TOKENS)
+            start = worker_pb2.DecodeStart(sequence=spec_to_pb(spec), local_prefill=True, progress_timeout_s=5.0)
+            async with channel.duplex(stub.Decode) as call:
+                await call.write(worker_pb2.DecodeRequest(start=start))
+                for _ in range(1 + number % 4):
+                    await call.read()
+                await call.write(stop)
+                with suppress(KvferryError, grpc.aio.BaseError, asyncio.InvalidStateError):
+                    await call.write(stop)
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+                assert await call.code() is grpc.StatusCode.OK
+        await pair.check_serves()
+        await pair.check_idle()
+
+
+async def test_fresh_requests_right_after_a_cancel_get_their_own_tokens(folder: Path) -> None:
+    """R052: the blocks of the cancelled ones go to the fresh ones, in pools that hold little more than one round."""
+    async with scripted_pair(folder, prefill={"num_blocks": 40}, decode={"num_blocks": 52}, step_delay_s=0.001) as pair:
+        for number, ending in zip(range(12), itertools.cycle(Ending), strict=False):
+            dropped = [pair.begin() for _ in range(5)]
+            await until(lambda dropped=dropped: all(len(one.result.token_ids) > 2 for one in dropped))  # type: ignore[misc]
+            await asyncio.gather(*(one.end(ending) for one in dropped))
+            fresh = [pair.begin() for _ in range(5)]
+            await asyncio.gather(*(one.finished() for one in fresh))
+            assert all(pair.prompts.is_right(one) for one in fresh), number
+            await asyncio.gather(*(one.end(Ending.CHANNELS) for one in dropped))
+        await pair.check_idle()
+
+
+async def test_a_cancel_between_chunks_leaves_no_poisoned_prefix(folder: Path) -> None:
+    """R051: only blocks that are wholly computed, or wholly arrived, may be hit."""
+    async with scripted_pair(folder, step_delay_s=0.002) as pair:
+        for num_computed in range(1, PROMPT_TOKENS, 4):
+            prompt = pair.prompts.draw()
+            dropped = pair.begin(prompt)
+            sequences, seq_id = core_of(pair.prefill).sequences, dropped.spec.id.seq_id
+            await until(
+                lambda seq_id=seq_id, num_computed=num_computed: (  # type: ignore[misc]
+                    seq_id in sequences and sequences[seq_id].num_computed_tokens >= num_computed
+                )
+            )
+            await dropped.end(Ending.BOTH)
+            for _ in range(5):
+                await pair.check_serves(prompt)
+            await dropped.end(Ending.CHANNELS)
+        await pair.check_idle()
+
+
+async def test_random_cancels_under_load_change_nobodys_tokens(folder: Path) -> None:
+    """R007, R045: sixteen at once through small pools, half of them with a shared beginning, a third cancelled."""
+    num_right = num_ended = 0
+
+    async def client(pair: Pair, number: int) -> None:
+        nonlocal num_right, num_ended
+        rng = random.Random(number)
+        for turn in range(12):
+            prompt = shared[: rng.randrange(4, 16)] + pair.prompts.draw(8) if rng.random() < 0.5 else None
+            request = pair.begin(prompt)
+            if rng.random() < 0.33:
+                num_outputs = rng.randrange(6)  # 0: at once
+                with suppress(asyncio.CancelledError):
+                    await until(lambda: len(request.result.token_ids) >= num_outputs)
+                await request.end(rng.choice(list(Ending)))
+                num_ended += 1
+                await request.end(Ending.CHANNELS)
+            else:
+                await request.finished()
+                assert pair.prompts.is_right(request), (number, turn)
+                num_right += 1
+
+    async with scripted_pair(folder, prefill={"num_blocks": 40}, decode={"num_blocks": 40}, step_delay_s=0.001) as pair:
+        shared = pair.prompts.draw(16)
+        await asyncio.gather(*(client(pair, number) for number in range(16)))
+        assert num_right > 100 and num_ended > 30
+        assert core_of(pair.decode).stats().num_preemptions > 0
+        await pair.check_serves()
+        await pair.check_idle()
+
+
+async def test_the_name_of_a_cancelled_attempt_used_again_gets_none_of_its_tokens(folder: Path) -> None:
+    """R130: refused until the engine has let go of it, and right from then on."""
+    async with scripted_pair(folder, step_delay_s=0.002) as pair:
+        for ending in itertools.islice(itertools.cycle([Ending.BOTH, Ending.CHANNELS]), TIMES):
+            first = pair.begin(max_tokens=40, request_id="same")
+            await until(lambda first=first: len(first.result.token_ids) >= 2)  # type: ignore[misc]
+            await first.end(ending)
+            await serve_once_it_may(pair)
+            await first.end(Ending.CHANNELS)
+        await pair.check_idle()
+
+
+async def serve_once_it_may(pair: Pair) -> None:
+    """The same name with another prompt."""
+    prompt = pair.prompts.draw()
+    while True:
+        try:
+            await pair.check_serves(prompt, request_id="same")
+            return
+        except FailedPrecondition as error:
+            assert "already" in error.message

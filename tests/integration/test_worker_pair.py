@@ -115,7 +115,7 @@ async def test_workers_of_different_layouts_refuse_each_other_naming_both_values
 
 async def test_what_can_never_fit_is_refused_at_once(folder: Path) -> None:
     async with running_pair(scripted_config(folder, num_blocks=4)) as (prefill, decode, caller):
-        with pytest.raises(ResourceExhausted, match="up to 5 blocks .* pool has 4"):
+        with pytest.raises(ResourceExhausted, match=r"up to 5 blocks .* pool has 4"):
             await caller.generate(make_spec("a", random_prompt(0, 10), 9))
         await assert_idle(prefill, decode)
 
@@ -125,6 +125,6 @@ async def test_a_decode_worker_that_is_not_there_fails_the_prefill_with_its_name
     async with running_worker("prefill", config) as prefill, RpcChannel(prefill.address) as channel:
         caller = PairCaller(channel, channel, timeout_s=2.0)
         target = worker_pb2.Registered(epoch=1, ship_address="127.0.0.1:1")
-        with pytest.raises(Unavailable, match="127.0.0.1:1"):
+        with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):
             await caller.prefill(make_spec("a", random_prompt(0, 10), 5), target, PairResult())
         await assert_idle(prefill)

@@ -13,7 +13,7 @@ from engine.core import EngineCore
 from engine.outputs import GrantMade, Output, SequenceCommitted, SequenceFailed, TokenSampled
 from engine.specs import sequence_from_spec
 from kvferry.errors import FailedPrecondition, KvferryError, NotFound, Unavailable
-from kvferry.wire import SequenceSpec
+from kvferry.spec import SequenceSpec
 from kvtransfer.digest import block_digest
 from kvtransfer.messages import Offer
 from kvtransfer.transport import CommitOutcome, Grant
@@ -147,7 +147,9 @@ class DecodeHost:
     def _block(self, block_index: int) -> memoryview:
         self._check_open()
         assert self._reservation is not None, "frames come after the grant"
-        return self.worker.core.runner.block_view(self._reservation.block_ids[block_index])
+        block_id = self._reservation.block_ids[block_index]
+        self.worker.engine.check_holds(self.seq_id, block_index, block_id)
+        return self.worker.core.runner.block_view(block_id)
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -194,7 +196,7 @@ class DecodeCall:
             return
         self._spec = spec
         self.host = worker.new_host(worker, spec)
-        worker.calls[seq_id] = self
+        worker.calls[seq_id] = worker.mailboxes[seq_id] = self
         sequence = sequence_from_spec(spec, worker.core, arrival=worker.next_arrival())
         if start.local_prefill:
             self._registering = worker.engine.submit(lambda core: core.add(sequence), self._on_registered)
@@ -260,8 +262,10 @@ class DecodeCall:
         if self._registering is not None:
             self._registering.cancel()
         seq_id, admission = self._spec.id.seq_id, self._worker.admission
-        del self._worker.calls[seq_id]
-        self._worker.engine.submit(lambda core: admission.unregister(seq_id))
+        del self._worker.mailboxes[seq_id]
+        # Until then outputs may be on their way, which another call of this name must not get.
+        calls = self._worker.calls
+        self._worker.engine.submit(lambda core: admission.unregister(seq_id), lambda _: calls.pop(seq_id))
 
 
 class DecodeWorker:
@@ -271,8 +275,9 @@ class DecodeWorker:
         self.life = life
         self.core = core
         self.admission = DecodeAdmission(core)
-        self.engine = EngineHost(life, core, oracle, before_step=self.admission.poll, deliver=self._deliver)
+        self.engine = EngineHost(life, core, oracle, before_step=self._poll, deliver=self._deliver)
         self.calls: dict[str, DecodeCall] = {}
+        self.mailboxes: dict[str, DecodeCall] = {}  # those that still listen to the engine
         self.new_host: type[DecodeHost] = DecodeHost
         self._num_arrived = 0
 
@@ -299,8 +304,14 @@ class DecodeWorker:
             found.append(f"{self.admission.num_waiting} waiting grants, committed {self.admission._committed}")
         return found
 
+    def _poll(self) -> list[Output]:
+        outputs = self.admission.poll()
+        if self.admission.num_waiting:
+            self.life.world.counts["steps with a waiting grant"] += 1
+        return outputs
+
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:
-            call = self.calls.get(output.seq_id)
+            call = self.mailboxes.get(output.seq_id)
             if call is not None:
                 call.take(output)

@@ -17,7 +17,7 @@ from engine.outputs import Output
 from kvferry.errors import KvferryError
 from tests.simulation.network import Life
 from tests.simulation.oracle import BlockOracle
-from tests.simulation.world import MS
+from tests.simulation.world import MS, InvariantViolation
 
 Command = Callable[[EngineCore], object]
 Done = Callable[[object], object]
@@ -87,6 +87,12 @@ class EngineHost:
         """Raises unless every block is accounted for and published blocks hold what their hash says."""
         self.core.check_integrity()
         self._oracle.check(self.core)
+
+    def check_holds(self, seq_id: str, block_index: int, block_id: int) -> None:
+        """Raises unless the block, which the event loop is about to read or write, is the sequence's own."""
+        sequence = self.core.sequences.get(seq_id)
+        if sequence is None or sequence.block_table[block_index : block_index + 1] != [block_id]:
+            raise InvariantViolation(f"a shipment of {seq_id} touches block {block_id}, which was freed")
 
     def _wake(self) -> None:
         if not self._is_turning and (self._commands or self._may_step):

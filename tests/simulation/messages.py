@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.wire import SequenceSpec
+from kvferry.spec import SequenceSpec
 from router.events import ShipTo
 
 

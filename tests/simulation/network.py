@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry.errors import Cancelled, KvferryError, Unavailable
+from kvferry.errors import KvferryError, Unavailable
 from tests.simulation.world import MS, World
 
 PROGRESS_TIMEOUT_NS = 150 * MS
@@ -143,7 +143,7 @@ class End:
     def give_up(self) -> None:
         """The peer was silent for too long."""
         if not self.is_closed:
-            self.close(Cancelled("the peer gave up"), is_abrupt=True)
+            self.close(Unavailable("the peer gave up"), is_abrupt=True)
             self._tell(Unavailable("no progress for the progress timeout"))
 
     def wait_for(self, silent: Life) -> None:
@@ -157,7 +157,7 @@ class End:
         self._network.world.after(delay_ns, self._on_lost, reason)
 
     def break_off(self) -> None:
-        """The stream breaks: each end learns in its own time, one perhaps only by the silence; some messages are lost."""
+        """The stream breaks: each end learns in its own time, perhaps only by the silence; messages are lost."""
         world = self._network.world
         self._network.blame(self.tag, "a stream breaks", is_link=True)
         for end in (self, self.peer):

@@ -10,8 +10,8 @@ from engine.core import EngineCore
 from engine.outputs import Output
 from engine.sequence import Sequence
 from engine.specs import sequence_from_spec
-from kvferry.errors import DataLoss, KvferryError
-from kvferry.wire import SequenceSpec
+from kvferry.errors import DataLoss, KvferryError, Unavailable
+from kvferry.spec import SequenceSpec
 from kvtransfer.messages import Offer
 from prefill_svc.task import (
     CancelShipment,
@@ -45,6 +45,7 @@ class PrefillCall:
         self._shipment: Shipment | None = None
         self._adding: PendingCommand | None = None
         self._block_ids: list[int] = []
+        self._first_token: int | None = None
         self._is_over = False
 
     def on_message(self, message: object) -> None:
@@ -52,9 +53,7 @@ class PrefillCall:
         worker, spec, target = self._worker, message.spec, message.target
         self._spec, self._target = spec, target
         has_target = target is not None
-        sequence = sequence_from_spec(
-            spec, worker.core, arrival=worker.next_arrival(), hold_after_prefill=has_target
-        )
+        sequence = sequence_from_spec(spec, worker.core, arrival=worker.next_arrival(), hold_after_prefill=has_target)
         self._sequence = sequence
         self._task = PrefillTask(has_target=has_target, received_ns=worker.life.world.now_ns)
         worker.calls[spec.id.seq_id] = self
@@ -74,6 +73,12 @@ class PrefillCall:
 
     def _on_ship_failed(self, error: KvferryError) -> None:
         assert self._task is not None
+        world = self._worker.life.world
+        if isinstance(error, Unavailable) and not self._is_over and world.happens(self._worker.reship_probability):
+            world.counts["shipped anew"] += 1
+            self._open_shipment()
+            self._resend()
+            return
         self._perform(self._task.on_ship_failed(error))
 
     def _on_failed(self, error: KvferryError) -> None:
@@ -95,6 +100,7 @@ class PrefillCall:
                 if self._shipment is not None:
                     self._shipment.on_tokens_computed(num_tokens)
             case ShipFirstToken(token_id=token_id):
+                self._first_token = token_id
                 if self._shipment is not None:
                     self._shipment.on_first_token(token_id)
             case CancelShipment():
@@ -125,6 +131,14 @@ class PrefillCall:
             on_failed=self._on_ship_failed,
         )
 
+    def _resend(self) -> None:
+        """Tells a second shipment what the first one knew."""
+        assert self._task is not None
+        assert self._shipment is not None
+        self._shipment.on_tokens_computed(self._task.num_computed_tokens)
+        if self._first_token is not None:
+            self._shipment.on_first_token(self._first_token)
+
     def _offer(self, target: ShipTo) -> Offer:
         assert self._spec is not None
         assert self._sequence is not None
@@ -133,8 +147,10 @@ class PrefillCall:
         return Offer(self._spec.id, target.epoch, layout, tuple(hashes), num_tokens, PROGRESS_TIMEOUT_NS / 1e9)
 
     def _read(self, block_index: int, num_tokens: int) -> bytes | memoryview:
+        assert self._sequence is not None
         runner = self._worker.core.runner
         block_id = self._block_ids[block_index]
+        self._worker.engine.check_holds(self._sequence.seq_id, block_index, block_id)
         if num_tokens < runner.layout.block_size:
             return runner.copy_partial(block_id, num_tokens)
         return runner.block_view(block_id)
@@ -173,6 +189,7 @@ class PrefillWorker:
         self.engine = EngineHost(life, core, oracle, before_step=list, deliver=self._deliver)
         self.calls: dict[str, PrefillCall] = {}
         self.new_call: type[PrefillCall] = PrefillCall
+        self.reship_probability = 0.0  # that a lost shipment is tried again: the receiver must bear it
         self._num_arrived = 0
 
     def accept(self, method: str, end: End) -> StreamHandler:

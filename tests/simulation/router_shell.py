@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvferry.errors import Cancelled, KvferryError, Unavailable
+from kvferry.errors import Cancelled, FailedPrecondition, KvferryError, NotFound, Unavailable
 from kvferry.sampling import Finish, FinishKind
-from kvferry.wire import AttemptId, SequenceSpec
+from kvferry.spec import AttemptId, SequenceSpec
 from router.events import (
     Abort,
     Action,
@@ -278,6 +278,8 @@ class RequestRun:
         """A request fails because its client left, or after as many failures in a row as are allowed, all by faults."""
         if self.is_interrupted and self.plan.interruption is Interruption.CLIENT_GONE:
             return
+        if isinstance(error, Cancelled | FailedPrecondition | NotFound):
+            raise InvariantViolation(f"{self.plan.request_id} failed with an error that misleads its client: {error!r}")
         last = self._lifecycle.attempt
         attempts = range(max(1, last - DEFAULT_MAX_ATTEMPTS + 1), last + 1)
         for attempt in attempts:
@@ -339,7 +341,7 @@ class RequestRun:
         if self.outcome is not None:
             raise InvariantViolation(f"{self.plan.request_id} ended twice: {self.outcome}, then {outcome}")
         if isinstance(outcome, Finish) and self._has_stop:
-            outcome = self._stop_finish()  # what the text says wins over the worker's word for the same or a later token
+            outcome = self._stop_finish()  # the text wins over the worker's word for the same or a later token
             del self.received[self.plan.stop_after :]
         self.outcome = outcome
         self.ended_at_ns = self._world.now_ns

@@ -14,15 +14,14 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
-
-import grpc.aio
+from typing import TYPE_CHECKING, Any, Self
 
 from kvferry.errors import FailedPrecondition, KvferryError
 from kvferry.kv_layout import KvLayout
 from kvferry.rpc import RpcServer
 from kvferry.sampling import Finish
-from kvferry.wire import SequenceSpec, finish_to_pb, layout_to_pb, spec_from_pb
+from kvferry.spec import SequenceSpec
+from kvferry.wire import finish_to_pb, layout_to_pb, spec_from_pb
 from proto.kvferry.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
 if TYPE_CHECKING:
@@ -85,7 +84,8 @@ class FakeNetwork:
         self.prefill = [FakeWorker(self, "prefill", index) for index in range(num_prefill)]
         self.decode = [FakeWorker(self, "decode", index) for index in range(num_decode)]
         self._held: set[tuple[Point, int]] = set()
-        self._reached: dict[tuple[Point, int], asyncio.Event] = defaultdict(asyncio.Event)
+        self._num_passed: dict[tuple[Point, int], int] = defaultdict(int)
+        self._passed = asyncio.Event()
         self._failures: dict[tuple[Point, int], list[KvferryError]] = defaultdict(list)
 
     async def __aenter__(self) -> Self:
@@ -123,10 +123,12 @@ class FakeNetwork:
         """The next calls that come to the point end with this error."""
         self._failures[point, index].extend([error] * times)
 
-    async def reached(self, point: Point, index: int = 0) -> None:
-        """Returns once a call came to the point."""
+    async def reached(self, point: Point, index: int = 0, *, times: int = 1) -> None:
+        """Returns once that many calls came to the point."""
         async with asyncio.timeout(10):
-            await self._reached[point, index].wait()
+            while self._num_passed[point, index] < times:
+                self._passed.clear()
+                await self._passed.wait()
 
     async def all_ended(self, timeout_s: float = 5.0) -> None:
         """Returns once no call is open anywhere."""
@@ -140,7 +142,8 @@ class FakeNetwork:
     # --- what workers call ---
 
     async def pass_point(self, point: Point, index: int = 0) -> None:
-        self._reached[point, index].set()
+        self._num_passed[point, index] += 1
+        self._passed.set()
         if self._failures[point, index]:
             raise self._failures[point, index].pop(0)
         if (point, index) in self._held:
@@ -191,11 +194,10 @@ class FakeWorker(
         """Serves, on the address it had before if it was started before."""
         server = RpcServer(background_methods=frozenset({"Watch"}))
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server.grpc)
-        add = {
-            "prefill": worker_pb2_grpc.add_PrefillServiceServicer_to_server,
-            "decode": worker_pb2_grpc.add_DecodeServiceServicer_to_server,
-        }[self.role]
-        add(self, server.grpc)
+        if self.role == "prefill":
+            worker_pb2_grpc.add_PrefillServiceServicer_to_server(self, server.grpc)
+        else:
+            worker_pb2_grpc.add_DecodeServiceServicer_to_server(self, server.grpc)
         self.address = await server.start(self.address or "127.0.0.1:0", ())
         self._server = server
 
@@ -355,6 +357,6 @@ def _num_output_tokens(spec: SequenceSpec) -> int:
     return len(spec.token_ids) - spec.num_prompt_tokens
 
 
-def _traceparent(context: grpc.aio.ServicerContext) -> str:
+def _traceparent(context: ServicerContext[Any, Any]) -> str:
     metadata = {key: value for key, value in context.invocation_metadata() or ()}
     return str(metadata.get("traceparent", ""))

@@ -10,7 +10,8 @@ import grpc.aio
 
 from kvferry.errors import KvferryError
 from kvferry.rpc import HeartbeatWriter, RpcChannel
-from kvferry.wire import SequenceSpec, spec_to_pb
+from kvferry.spec import SequenceSpec
+from kvferry.wire import spec_to_pb
 from proto.kvferry.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.workers import PairCaller, PairResult
 

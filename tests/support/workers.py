@@ -1,8 +1,9 @@
-"""Real workers in the test's own event loop, each with its engine thread, on port 0, and a caller that plays the router."""
+"""Real workers in the test's own event loop, on port 0, and a caller that plays the router."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import time
 from collections.abc import AsyncIterator, Callable
@@ -20,10 +21,11 @@ from engine.scripted import SCRIPT_FILE
 from kvferry.config import Config, EngineConfig, ModelConfig
 from kvferry.rpc import RpcChannel
 from kvferry.sampling import SamplingParams
+from kvferry.spec import AttemptId, SequenceSpec
 from kvferry.telemetry import start_telemetry
-from kvferry.wire import AttemptId, SequenceSpec, spec_to_pb
+from kvferry.wire import spec_to_pb
 from kvferry.worker_process import OpenRole, RunningWorker, start_worker
-from kvtransfer.faults import NO_FAULTS, Faults
+from kvtransfer.faults import NO_FAULTS, Fault, Faults
 from prefill_svc.role import PrefillRole
 from proto.kvferry.v1 import worker_pb2, worker_pb2_grpc
 
@@ -72,6 +74,12 @@ def core_of(worker: RunningWorker) -> EngineCore:
     core = worker.role.core  # type: ignore[attr-defined]
     assert isinstance(core, EngineCore)
     return core
+
+
+def set_faults(prefill: RunningWorker, *faults: Fault) -> None:
+    """What goes wrong in every shipment of a prefill worker from the next one on; nothing where none is given."""
+    servicer = prefill.role.servicer  # type: ignore[attr-defined]
+    servicer.options = dataclasses.replace(servicer.options, faults=Faults(faults))
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:

@@ -61,18 +61,16 @@ class Commit(_message.Message):
     def __init__(self, id: _Optional[_Union[_worker_pb2.AttemptId, _Mapping]] = ..., first_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ShipResponse(_message.Message):
-    __slots__ = ("want", "nack", "commit_ack", "heartbeat", "halt")
+    __slots__ = ("want", "nack", "commit_ack", "heartbeat")
     WANT_FIELD_NUMBER: _ClassVar[int]
     NACK_FIELD_NUMBER: _ClassVar[int]
     COMMIT_ACK_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
-    HALT_FIELD_NUMBER: _ClassVar[int]
     want: Want
     nack: Nack
     commit_ack: CommitAck
     heartbeat: _worker_pb2.Heartbeat
-    halt: Halt
-    def __init__(self, want: _Optional[_Union[Want, _Mapping]] = ..., nack: _Optional[_Union[Nack, _Mapping]] = ..., commit_ack: _Optional[_Union[CommitAck, _Mapping]] = ..., heartbeat: _Optional[_Union[_worker_pb2.Heartbeat, _Mapping]] = ..., halt: _Optional[_Union[Halt, _Mapping]] = ...) -> None: ...
+    def __init__(self, want: _Optional[_Union[Want, _Mapping]] = ..., nack: _Optional[_Union[Nack, _Mapping]] = ..., commit_ack: _Optional[_Union[CommitAck, _Mapping]] = ..., heartbeat: _Optional[_Union[_worker_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
 
 class Want(_message.Message):
     __slots__ = ("block_indices",)
@@ -91,7 +89,3 @@ class CommitAck(_message.Message):
     ALREADY_COMMITTED_FIELD_NUMBER: _ClassVar[int]
     already_committed: bool
     def __init__(self, already_committed: _Optional[bool] = ...) -> None: ...
-
-class Halt(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...

@@ -21,7 +21,7 @@ def make(num_blocks: int = 16) -> DecodeAdmission:
 
 
 def core_of(admission: DecodeAdmission) -> EngineCore:
-    return admission._core  # noqa: SLF001 - the test stands where the engine's thread does
+    return admission._core
 
 
 def sequence(

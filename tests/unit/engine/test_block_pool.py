@@ -78,9 +78,10 @@ def test_flush_unpublishes_cached_and_used_blocks() -> None:
 
 
 Operation = tuple[str, int]
+OPERATIONS = ("take", "share", "publish", "free", "hit", "unpublish")
 
 
-@given(st.lists(st.tuples(st.sampled_from(["take", "share", "publish", "free", "hit", "unpublish"]), st.integers(0, 7))))
+@given(st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 7))))
 def test_every_operation_keeps_the_books(operations: list[Operation]) -> None:
     """A model of the pool in the test: holders by sequence; the pool's own check runs after every operation."""
     pool = BlockPool(6)

@@ -103,7 +103,7 @@ def test_salts_do_not_share_blocks() -> None:
 
 def test_a_sequence_that_can_never_fit_is_refused_with_both_numbers() -> None:
     core = make_core(4)
-    with pytest.raises(ResourceExhausted, match="up to 5 blocks .* pool has 4"):
+    with pytest.raises(ResourceExhausted, match=r"up to 5 blocks .* pool has 4"):
         core.add(make_sequence(core, "a", [1] * 60, 6))
     core.add(make_sequence(core, "b", [1] * 60, 5))  # 60 + 5 - 1 tokens of KV fill the pool exactly
     assert not core.sequences.keys() - {"b"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvferry.errors import KvferryError
 from kvferry.kv_layout import KvLayout
-from kvferry.wire import AttemptId
+from kvferry.spec import AttemptId
 from kvtransfer.digest import block_digest
 from kvtransfer.frames import cut_block
 from kvtransfer.messages import BlockFrame, Offer

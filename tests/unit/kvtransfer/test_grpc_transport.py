@@ -24,7 +24,7 @@ from kvferry.errors import (
 )
 from kvferry.kv_layout import KvLayout
 from kvferry.rpc import RpcChannel, RpcServer
-from kvferry.wire import AttemptId
+from kvferry.spec import AttemptId
 from kvtransfer.codec import sender_message_to_pb
 from kvtransfer.faults import Fault, FaultKind, Faults
 from kvtransfer.grpc_transport import GrpcShipment, ShipServicer

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvferry.errors import DataLoss, FailedPrecondition, Internal, InvalidArgument, KvferryError, Unavailable
-from kvferry.wire import AttemptId
+from kvferry.spec import AttemptId
 from kvtransfer.messages import Alive, BlockFrame, Commit, Offer, SenderMessage
 from kvtransfer.receiver import (
     CommitSequence,

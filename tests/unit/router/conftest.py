@@ -57,7 +57,7 @@ class Router:
     exporter: InMemorySpanExporter
 
     @property
-    def stub(self) -> inference_pb2_grpc.InferenceServiceStub:
+    def stub(self) -> inference_pb2_grpc.InferenceServiceAsyncStub:
         return inference_pb2_grpc.InferenceServiceStub(self.channel.grpc)
 
     async def generate(self, request: pb.GenerateRequest, timeout_s: float = 10.0) -> Answer:

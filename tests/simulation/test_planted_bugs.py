@@ -1,0 +1,163 @@
+"""The simulator finds bugs: each one planted here, in the product's own classes or in the shells, must show.
+
+The numbers of seeds allowed are a few times those it takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from decode_svc.admission import DecodeAdmission, Reservation
+from engine.block_manager import BlockManager
+from engine.sequence import Sequence
+from kvferry.errors import KvferryError
+from kvferry.sampling import Finish
+from kvtransfer import receiver
+from router.events import (
+    Action,
+    Committed,
+    DecodeFailed,
+    Event,
+    FirstToken,
+    PrefillDone,
+    PrefillFailed,
+    Registered,
+    Tokens,
+)
+from router.lifecycle import RequestLifecycle
+from tests.simulation.cluster import Parts
+from tests.simulation.decode_shell import DecodeHost
+from tests.simulation.oracle import BLOCK_SIZE
+from tests.simulation.prefill_shell import PrefillCall
+from tests.simulation.sweep import first_failure
+
+
+class ForgetsLastToken(RequestLifecycle):
+    """A retry begins without the last output token."""
+
+    @property
+    def _known_token_ids(self) -> tuple[int, ...]:
+        known = super()._known_token_ids
+        return known[:-1] if self.num_emitted_tokens else known
+
+
+class LosesTokenBeforeLast(RequestLifecycle):
+    """A retry leaves a token out in the middle."""
+
+    @property
+    def _known_token_ids(self) -> tuple[int, ...]:
+        known = super()._known_token_ids
+        return (*known[:-2], known[-1]) if self.num_emitted_tokens > 1 else known
+
+
+class TakesOldAttempts(RequestLifecycle):
+    """Events of earlier attempts count for the current one."""
+
+    def handle(self, event: Event) -> list[Action]:
+        return super().handle(_renumbered(event, self.attempt))
+
+
+def _renumbered(event: Event, attempt: int) -> Event:
+    match event:
+        case Registered() | FirstToken() | PrefillDone() | PrefillFailed() | Committed() | Tokens() | DecodeFailed():
+            return dataclasses.replace(event, attempt=attempt)
+    return event
+
+
+class IgnoresIndices(RequestLifecycle):
+    """Tokens are taken in the order they come."""
+
+    def _accept(self, token_index: int, token_ids: tuple[int, ...], finish: Finish | None) -> list[Action]:
+        return super()._accept(self.num_emitted_tokens, token_ids, finish)
+
+
+class WaitsForEver(RequestLifecycle):
+    """A lost decode call is not noticed."""
+
+    def _on_decode_failed(self, error: KvferryError) -> list[Action]:
+        return []
+
+
+class WritesAfterClose(DecodeHost):
+    """Blocks are freed while the receiver still writes."""
+
+    def close(self) -> None:
+        pass
+
+
+class TrustsDigests(DecodeHost):
+    """Digests are not verified."""
+
+    def verify(self, block_index: int, digest: bytes) -> bool:
+        super().verify(block_index, digest)
+        self._verified.add(block_index)
+        return True
+
+
+class CountsOneBlockTooMany(DecodeHost):
+    """A shipment that ends early leaves a block in the cache that never arrived."""
+
+    def _num_arrived_tokens(self, reservation: Reservation | None) -> int:
+        num_full = self._num_tokens // BLOCK_SIZE * BLOCK_SIZE
+        return min(super()._num_arrived_tokens(reservation) + BLOCK_SIZE, num_full)
+
+
+class ShipsAfterEnd(PrefillCall):
+    """Blocks are freed while the shipment still reads."""
+
+    def _end_shipment(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("parts", "num_seeds", "message"),
+    [
+        pytest.param(Parts(new_lifecycle=ForgetsLastToken), 50, "no fault had touched|right are", id="last token lost"),
+        pytest.param(Parts(new_lifecycle=LosesTokenBeforeLast), 100, "no fault had touched|right are", id="token lost"),
+        pytest.param(Parts(new_lifecycle=TakesOldAttempts), 150, "no fault had touched|right are", id="old attempts"),
+        pytest.param(Parts(new_lifecycle=IgnoresIndices), 100, "right are", id="indices ignored"),
+        pytest.param(Parts(new_lifecycle=WaitsForEver), 50, "never ended", id="failure ignored"),
+        pytest.param(Parts(new_decode_host=WritesAfterClose), 100, "which was freed", id="writes freed blocks"),
+        pytest.param(Parts(new_decode_host=TrustsDigests), 100, "contents are wrong|right are", id="digest ignored"),
+        pytest.param(
+            Parts(new_decode_host=CountsOneBlockTooMany), 100, "contents are wrong", id="missing block cached"
+        ),
+        pytest.param(Parts(new_prefill_call=ShipsAfterEnd), 50, "was freed|still holds", id="reads freed blocks"),
+    ],
+)
+def test_planted_part_is_found(parts: Parts, num_seeds: int, message: str) -> None:
+    _assert_found(parts, num_seeds, message)
+
+
+def test_blocks_published_before_they_are_computed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    publish = BlockManager.publish
+
+    def publish_early(self: BlockManager, sequence: Sequence) -> None:
+        computed = sequence.num_computed_tokens
+        sequence.num_computed_tokens = min(computed + self.block_size, sequence.num_tokens)
+        publish(self, sequence)
+        sequence.num_computed_tokens = computed
+
+    monkeypatch.setattr(BlockManager, "publish", publish_early)
+    _assert_found(Parts(), 10, "contents are wrong")
+
+
+def test_a_reservation_that_is_never_released_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DecodeAdmission, "unregister", lambda self, seq_id: None)
+    _assert_found(Parts(), 10, "never ended|still holds|no fault had touched")
+
+
+def test_a_receiver_that_never_gives_up_a_bad_block_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver.ShipReceiver, "on_block_written", lambda self, block_index, *, digest_ok: [])
+    _assert_found(Parts(), 10, "never ended|still holds|no fault had touched")
+
+
+def _assert_found(parts: Parts, num_seeds: int, message: str) -> None:
+    found = first_failure(num_seeds, parts)
+    assert found is not None, f"not found in {num_seeds} seeds"
+    assert found.violation is not None
+    assert found.trace
+    assert re.search(message, found.violation), found.violation

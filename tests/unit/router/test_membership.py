@@ -1,0 +1,128 @@
+"""Which workers the router counts on: reconnecting, refusing, losing, choosing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kvferry.errors import Unavailable
+from proto.kvferry.v1 import inference_pb2 as pb
+from tests.support.fake_workers import LAYOUT, FakeNetwork, Point
+from tests.unit.router.conftest import Router, StartRouter, ask
+
+OUTPUT = list(range(35, 60))
+
+
+async def workers(router: Router) -> dict[str, pb.WorkerInfo]:
+    response = await router.channel.unary(router.stub.ListWorkers, pb.ListWorkersRequest())
+    return {f"{worker.role} {worker.address}": worker for worker in response.workers}
+
+
+async def changed_until(router: Router, state: str, address: str) -> pb.WorkerInfo:
+    """The worker once it has reached that state."""
+    while True:
+        known = {worker.address: worker for worker in (await workers(router)).values()}
+        if known[address].state == state:
+            return known[address]
+        await router.app.membership.wait_changed()
+
+
+async def test_list_shows_every_worker(start_router: StartRouter) -> None:
+    async with FakeNetwork(OUTPUT, num_decode=2) as network, start_router(network) as router:
+        for address in network.decode_addresses:
+            await changed_until(router, "ready", address)
+        shown = (await workers(router)).values()
+        assert [(worker.id, worker.role, worker.state) for worker in shown] == [
+            ("prefill-0", "prefill", "ready"),
+            ("decode-0", "decode", "ready"),
+            ("decode-1", "decode", "ready"),
+        ]
+        assert all(worker.pid == 4242 and worker.num_blocks == 1000 for worker in shown)
+
+
+async def test_starts_with_all_workers_down_and_says_so(start_router: StartRouter) -> None:
+    network = FakeNetwork(OUTPUT)
+    async with network:
+        for worker in network.workers:
+            await worker.stop()
+        async with start_router(network, wait=False) as router:
+            assert not await router.app.wait_ready(0.3)
+            with pytest.raises(Unavailable, match=network.decode[0].address):
+                await router.channel.unary(router.stub.GetCapabilities, pb.GetCapabilitiesRequest())
+            with pytest.raises(Unavailable, match=r"no prefill worker is ready.*no decode worker is ready"):
+                await router.generate(ask())
+            for worker in network.workers:
+                await worker.start()
+            assert await router.app.wait_ready(5)
+            assert len((await router.generate(ask())).token_ids) == 8
+
+
+async def test_capabilities_come_from_the_workers(start_router: StartRouter) -> None:
+    async with FakeNetwork(OUTPUT) as network, start_router(network) as router:
+        response = await router.channel.unary(router.stub.GetCapabilities, pb.GetCapabilitiesRequest())
+        offered = response.capabilities
+        assert (offered.model, offered.model_path, offered.max_context) == ("tiny", "models/tiny", 256)
+        assert (offered.vocab_size, offered.layout.block_size) == (400, 16)
+        assert (list(offered.tiers), offered.default_tier) == (["interactive", "standard", "batch"], "standard")
+        assert "sampling.logit_bias" in offered.unsupported_fields
+
+
+async def test_a_worker_that_differs_is_refused_with_both_values(start_router: StartRouter) -> None:
+    network = FakeNetwork(OUTPUT, num_decode=2)
+    network.decode[1].layout = dataclasses.replace(LAYOUT, block_size=32, model_fingerprint="fingerprint-b")
+    async with network:
+        await network.decode[1].stop()
+        async with start_router(network) as router:
+            await network.decode[1].start()
+            refused = await changed_until(router, "refused", network.decode[1].address)
+            assert "block_size: 16 here, 32 there" in refused.reason
+            assert "model_fingerprint: fingerprint-a here, fingerprint-b there" in refused.reason
+            for _ in range(4):
+                await router.generate(ask())
+            assert {call.worker.name for call in network.calls_of("decode")} == {"decode-0"}
+
+
+async def test_a_worker_with_another_vocabulary_or_role_is_refused(start_router: StartRouter) -> None:
+    network = FakeNetwork(OUTPUT)
+    network.decode[0].vocab_size = 500
+    async with network:
+        network.prefill[0].role = "decode"
+        async with start_router(network, wait=False) as router:
+            refused = await changed_until(router, "refused", network.decode[0].address)
+            assert refused.reason == "vocab_size: 400 in the router's tokenizer, 500 there"
+            refused = await changed_until(router, "refused", network.prefill[0].address)
+            assert refused.reason == "it is a decode worker, configured as prefill"
+
+
+async def test_a_draining_worker_gets_nothing_new(start_router: StartRouter) -> None:
+    async with FakeNetwork(OUTPUT, num_decode=2) as network, start_router(network) as router:
+        network.decode[0].draining = True
+        await changed_until(router, "draining", network.decode[0].address)
+        await changed_until(router, "ready", network.decode[1].address)
+        for _ in range(4):
+            await router.generate(ask())
+        assert {call.worker.name for call in network.calls_of("decode")} == {"decode-1"}
+
+
+async def test_a_silent_worker_is_lost_and_found_again(start_router: StartRouter) -> None:
+    async with FakeNetwork(OUTPUT) as network, start_router(network, progress_timeout_s=0.3) as router:
+        network.decode[0].is_silent = True
+        lost = await changed_until(router, "connecting", network.decode[0].address)
+        assert "no progress for 0.3 s" in lost.reason
+        network.decode[0].is_silent = False
+        await changed_until(router, "ready", network.decode[0].address)
+
+
+async def test_the_least_loaded_pair_is_chosen(start_router: StartRouter) -> None:
+    async with FakeNetwork(OUTPUT, num_prefill=2, num_decode=2) as network, start_router(network) as router:
+        for address in (*network.prefill_addresses, *network.decode_addresses):
+            await changed_until(router, "ready", address)
+        network.hold(Point.TOKEN, 2)
+        calls = [router.stub.Generate(ask()) for _ in range(6)]
+        await network.reached(Point.TOKEN, 2, times=6)
+        names = [call.worker.name for call in network.calls_of("decode")]
+        assert (names.count("decode-0"), names.count("decode-1")) == (3, 3)
+        for call in calls:
+            call.cancel()
+        await network.all_ended()

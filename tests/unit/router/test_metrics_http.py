@@ -1,0 +1,93 @@
+"""Counters, gauges and the HTTP side."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from kvferry.errors import FailedPrecondition, InvalidArgument, Unavailable
+from tests.support.fake_workers import FakeNetwork, Point
+from tests.unit.router.conftest import Router, StartRouter, ask
+
+OUTPUT = list(range(35, 60))
+
+
+def outcomes(router: Router) -> dict[tuple[str, str], float]:
+    """Ended requests by outcome and phase."""
+    return {
+        (sample.labels["outcome"], sample.labels["phase"]): sample.value
+        for family in router.telemetry.metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == "kvferry_requests_total"
+    }
+
+
+async def test_started_is_finished_plus_failed_plus_cancelled(start_router: StartRouter) -> None:
+    async with FakeNetwork(OUTPUT, num_prefill=2) as network, start_router(network) as router:
+        await router.generate(ask(max_tokens=4))
+        network.fail(Point.PREFILL_START, Unavailable("died"))
+        await router.generate(ask(max_tokens=4))  # retried
+        with pytest.raises(InvalidArgument):
+            await router.generate(ask(temperature=-1))
+        network.fail(Point.DECODE_START, FailedPrecondition("no"))
+        with pytest.raises(FailedPrecondition):
+            await router.generate(ask())
+        network.hold(Point.TOKEN, 3)
+        call, num_tokens = router.stub.Generate(ask()), 0
+        async for message in call:
+            num_tokens += len(message.delta.token_ids)
+            if num_tokens == 3:
+                break
+        assert router.sample("kvferry_requests_running") == 1
+        assert router.sample("kvferry_requests_waiting") == 0
+        call.cancel()
+        await network.all_ended()
+        await router.app.drain(1.0)
+        assert outcomes(router) == {
+            ("finished", "decoding"): 2,
+            ("failed", "validation"): 1,
+            ("failed", "registering"): 1,
+            ("cancelled", "decoding"): 1,
+        }
+        assert router.sample("kvferry_requests_started_total") == 5
+        served = {"gen_ai_request_model": "tiny", "kvferry_tier": "standard"}
+        assert router.sample("gen_ai_server_time_to_first_token_seconds_count", **served) == 3
+        assert router.sample("gen_ai_server_time_per_output_token_seconds_count", **served) == 3
+        assert router.sample("kvferry_retries_total", reason="UNAVAILABLE") == 1
+        assert router.sample("kvferry_requests_running") == router.sample("kvferry_requests_waiting") == 0
+
+
+async def test_workers_are_shown_on_metrics(start_router: StartRouter) -> None:
+    async with FakeNetwork(OUTPUT) as network, start_router(network) as router, httpx.AsyncClient() as http:
+        response = await http.get(f"{router.app.http_url}/metrics")
+        text = response.text
+        assert 'kvferry_worker_blocks{role="decode",state="free",worker="decode-0"} 1000.0' in text
+        assert 'kvferry_worker_ready{role="prefill",worker="prefill-0"} 1.0' in text
+        assert network.calls == []
+
+
+async def test_health_is_whether_a_request_could_be_served(start_router: StartRouter) -> None:
+    async with FakeNetwork(OUTPUT) as network, start_router(network) as router, httpx.AsyncClient() as http:
+        url = router.app.http_url
+        assert (await http.get(f"{url}/health")).status_code == 200
+        await network.decode[0].stop()
+        while not router.app.membership.missing:
+            await router.app.membership.wait_changed()
+        response = await http.get(f"{url}/health")
+        assert response.status_code == 503
+        assert network.decode[0].address in response.json()["reasons"][0]
+        assert (await http.get(f"{url}/live")).status_code == 200
+        await network.decode[0].start()
+        assert await router.app.wait_ready(5)
+        assert (await http.get(f"{url}/health")).status_code == 200
+        await router.app.drain(0.0)
+        assert (await http.get(f"{url}/health")).json()["reasons"] == ["the router is shutting down"]
+
+
+@pytest.mark.parametrize("setting", ["grpc_listen", "http_listen"])
+async def test_a_port_in_use_is_named(start_router: StartRouter, setting: str) -> None:
+    async with FakeNetwork(OUTPUT) as network, start_router(network) as router:
+        address = router.app.address if setting == "grpc_listen" else router.app.http_url.removeprefix("http://")
+        with pytest.raises(FailedPrecondition, match=f"cannot listen on {address}"):
+            async with start_router(network, wait=False, **{setting: address}):
+                pass

@@ -1,0 +1,79 @@
+"""The bounds of the router: what waits for a client, what is in flight, what is retried."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvferry.errors import ResourceExhausted, Unavailable
+from proto.kvferry.v1 import inference_pb2 as pb
+from router.admission import RETRY_BURST, Admission, RetryBudget
+from router.outbox import MAX_MERGED_TOKENS, Outbox
+
+
+def delta(index: int, *token_ids: int, text: str = "") -> pb.GenerateResponse:
+    return pb.GenerateResponse(delta=pb.ChoiceDelta(token_index=index, position=index, token_ids=token_ids, text=text))
+
+
+async def test_deltas_that_wait_are_merged_in_order() -> None:
+    outbox = Outbox()
+    outbox.put(pb.GenerateResponse(started=pb.Started(model="m")))
+    outbox.put(delta(0, text="a"))
+    outbox.put(delta(0, 5, text="b"))
+    outbox.put(delta(1, 6))
+    outbox.put(pb.GenerateResponse(finish=pb.ChoiceFinish()))
+    outbox.close()
+    kinds = [await outbox.take() for _ in range(4)]
+    assert [message.WhichOneof("event") if message else None for message in kinds] == [
+        "started",
+        "delta",
+        "finish",
+        None,
+    ]
+    assert kinds[1] == delta(0, 5, 6, text="ab")
+
+
+async def test_merging_is_bounded() -> None:
+    outbox = Outbox()
+    for index in range(MAX_MERGED_TOKENS * 2):
+        outbox.put(delta(index, index))
+    first, second = await outbox.take(), await outbox.take()
+    assert first is not None
+    assert second is not None
+    assert second.delta.token_index == len(first.delta.token_ids) == MAX_MERGED_TOKENS
+
+
+async def test_the_error_comes_after_what_was_put_before_it() -> None:
+    outbox = Outbox()
+    outbox.put(delta(0, 5))
+    outbox.close(Unavailable("gone"))
+    outbox.close()
+    assert await outbox.take() == delta(0, 5)
+    with pytest.raises(Unavailable, match="gone"):
+        await outbox.take()
+
+
+async def test_a_consumer_that_waits_is_woken() -> None:
+    outbox = Outbox()
+    taking = asyncio.create_task(outbox.take())
+    await asyncio.sleep(0)
+    outbox.put(delta(0, 5))
+    assert await taking == delta(0, 5)
+
+
+def test_admission_gives_places_back() -> None:
+    admission = Admission(1)
+    for _ in range(3):
+        with admission.admit(), pytest.raises(ResourceExhausted, match="at most 1") as refused, admission.admit():
+            pass
+        assert refused.value.retry_after_s == 1.0
+    assert admission.num_requests == 0
+
+
+def test_retries_are_a_share_of_requests_after_a_burst() -> None:
+    budget = RetryBudget(0.1)
+    assert sum(budget.take() for _ in range(100)) == RETRY_BURST
+    for _ in range(21):
+        budget.add_request()
+    assert [budget.take() for _ in range(3)] == [True, True, False]

@@ -1,0 +1,244 @@
+"""Public requests: every field is honoured or refused by name, every limit names itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+
+from kvferry.errors import InvalidArgument, KvferryError, NotFound, ResourceExhausted, UnsupportedField
+from proto.kvferry.v1 import inference_pb2 as pb
+from router.validation import (
+    MAX_STOP_STRING_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    UNSUPPORTED_FIELDS,
+    ChatPrompt,
+    Limits,
+    Request,
+    TextPrompt,
+    TokenPrompt,
+    fit,
+    validate,
+)
+
+LIMITS = Limits(
+    model="tiny",
+    max_context=64,
+    vocab_size=100,
+    tiers={"fast": 0, "slow": 1},
+    default_tier="fast",
+    max_request_bytes=1000,
+    block_size=16,
+    num_prefill_blocks=8,
+    num_decode_blocks=8,
+    adapters=("lora",),
+)
+
+
+def checked(message: pb.GenerateRequest, limits: Limits = LIMITS) -> Request:
+    return validate(message, limits, lambda: 7)
+
+
+def with_prompt(**fields: object) -> pb.GenerateRequest:
+    return pb.GenerateRequest(text="hello", **fields)  # type: ignore[arg-type]
+
+
+# --- every field, by descriptor ---
+
+FULL_VALUES: dict[str, object] = {
+    "request_id": "r",
+    "model": "tiny",
+    "text": "other",
+    "token_ids": {"ids": [4]},
+    "chat": {"messages": [{"role": "user", "content": "x"}]},
+    "chat.messages": None,  # covered by chat
+    "chat.add_generation_prompt": None,
+    "tier": "slow",
+    "tenant": "t",
+    "adapter": "lora",
+    "session_id": "s",
+    "json_schema": "{}",
+    "json_object": True,
+    "regex": "a",
+    "choice": {"choices": ["a"]},
+    "grammar": "g",
+    "structural_tag": "s",
+    "beam_search": {"width": 2},
+    "truncate_prompt_tokens": 3,
+    "sampling.temperature": 0.5,
+    "sampling.top_p": 0.5,
+    "sampling.top_k": 5,
+    "sampling.min_p": 0.5,
+    "sampling.seed": 9,
+    "sampling.n": 2,
+    "sampling.best_of": 2,
+    "sampling.presence_penalty": 0.5,
+    "sampling.frequency_penalty": 0.5,
+    "sampling.repetition_penalty": 1.5,
+    "sampling.logit_bias": {1: 1.0},
+    "sampling.allowed_token_ids": [1],
+    "sampling.bad_words": ["w"],
+    "stopping.max_tokens": 5,
+    "stopping.min_tokens": 1,
+    "stopping.stop": ["x"],
+    "stopping.stop_token_ids": [1],
+    "stopping.include_stop_str_in_output": True,
+    "stopping.ignore_eos": True,
+    "stopping.time_limit_s": 1.0,
+    "response.text": False,
+    "response.token_ids": False,
+    "response.skip_special_tokens": False,
+    "response.prompt_token_ids": True,
+    "response.logprobs": 0,
+    "response.prompt_logprobs": 0,
+    "response.logprob_token_ids": [1],
+    "response.echo": True,
+    "cache.bypass_prefix_cache": True,
+    "cache.cache_salt": "salt",
+}
+SECTIONS = ("sampling", "stopping", "response", "cache")
+SAME_AS_DEFAULT = {"model"}
+"""Honoured, but with one served model there is only one value."""
+
+
+def leaf_names(descriptor: Any, prefix: str = "") -> list[str]:
+    names: list[str] = []
+    for field in descriptor.fields:
+        name = prefix + field.name
+        is_section = field.type == FieldDescriptor.TYPE_MESSAGE and name in SECTIONS
+        names += leaf_names(field.message_type, f"{name}.") if is_section else [name]
+    return names
+
+
+def message_with(name: str) -> pb.GenerateRequest:
+    section, _, leaf = name.rpartition(".")
+    value = {leaf: FULL_VALUES[name]}
+    prompts = {"text", "token_ids", "chat"}
+    base = {} if name in prompts else {"text": "hello"}
+    return pb.GenerateRequest(**base, **({section: value} if section else value))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", leaf_names(pb.GenerateRequest.DESCRIPTOR))
+def test_every_field_is_honoured_or_refused_by_name(name: str) -> None:
+    assert name in FULL_VALUES, "a new public field: honour it or refuse it, and add it here"
+    message = message_with(name)
+    if name in UNSUPPORTED_FIELDS:
+        with pytest.raises(UnsupportedField) as refused:
+            checked(message)
+        assert refused.value.field == name
+    else:
+        assert (checked(message) != checked(with_prompt())) or name in SAME_AS_DEFAULT
+
+
+def test_the_neutral_value_of_an_unsupported_field_is_accepted() -> None:
+    neutral = pb.SamplingOptions(n=1, best_of=1, presence_penalty=0, frequency_penalty=0, repetition_penalty=1)
+    assert checked(with_prompt(sampling=neutral, response=pb.ResponseOptions(echo=False))) == checked(with_prompt())
+
+
+def test_defaults_are_filled_in_and_zero_is_not_unset() -> None:
+    request = checked(with_prompt())
+    assert (request.temperature, request.top_p, request.top_k, request.min_p, request.seed) == (1.0, 1.0, 0, 0.0, 7)
+    assert (request.text, request.token_ids, request.skip_special_tokens) == (True, True, True)
+    assert (request.tier, request.tier_rank, request.max_tokens) == ("fast", 0, None)
+    assert checked(with_prompt(sampling=pb.SamplingOptions(temperature=0, seed=0))).temperature == 0
+    assert checked(with_prompt(sampling=pb.SamplingOptions(seed=0))).seed == 0
+    assert checked(pb.GenerateRequest(token_ids={"ids": [1]})).prompt == TokenPrompt((1,))
+    assert checked(with_prompt()).prompt == TextPrompt("hello")
+    chat = checked(pb.GenerateRequest(chat={"messages": [{"role": "user", "content": ""}]})).prompt
+    assert isinstance(chat, ChatPrompt)
+    assert chat.add_generation_prompt
+
+
+# --- limits ---
+
+NAN, INF = math.nan, math.inf
+BAD: list[tuple[dict[str, Any], type[KvferryError], str]] = [
+    ({}, InvalidArgument, "prompt"),
+    ({"text": ""}, InvalidArgument, "prompt.text"),
+    ({"text": "a" * 1001}, InvalidArgument, "prompt: the request has .* at most 1000"),
+    ({"token_ids": {"ids": []}}, InvalidArgument, "prompt.token_ids"),
+    ({"token_ids": {"ids": [1, 100]}}, InvalidArgument, r"token_ids\[1\]: 100 .* 100 ids"),
+    ({"chat": {"messages": []}}, InvalidArgument, "chat.messages"),
+    ({"chat": {"messages": [{"role": "", "content": "x"}]}}, InvalidArgument, r"messages\[0\].role"),
+    ({"text": "a", "request_id": "x" * 257}, InvalidArgument, "request_id.*256"),
+    ({"text": "a", "request_id": "a\nb"}, InvalidArgument, "request_id"),
+    ({"text": "a", "model": "other"}, NotFound, "model.*tiny"),
+    ({"text": "a", "adapter": "other"}, NotFound, "adapter.*lora"),
+    ({"text": "a", "tier": "other"}, InvalidArgument, "tier.*fast, slow"),
+    *(
+        ({"text": "a", "sampling": {name: value}}, InvalidArgument, f"sampling.{name}")
+        for name, values in (
+            ("temperature", (-0.1, NAN, INF, -INF)),
+            ("top_p", (0.0, 1.1, -1.0, NAN)),
+            ("min_p", (-0.1, 1.1, NAN)),
+        )
+        for value in values
+    ),
+    ({"text": "a", "sampling": {"presence_penalty": NAN}}, UnsupportedField, "presence_penalty"),
+    ({"text": "a", "stopping": {"max_tokens": 0}}, InvalidArgument, "max_tokens: 0 .* 63"),
+    ({"text": "a", "stopping": {"max_tokens": 64}}, InvalidArgument, "max_tokens: 64 .* 63"),
+    ({"text": "a", "stopping": {"min_tokens": 9, "max_tokens": 8}}, InvalidArgument, "min_tokens: 9 .* 8"),
+    ({"text": "a", "stopping": {"min_tokens": 64}}, InvalidArgument, "min_tokens"),
+    ({"text": "a", "stopping": {"stop": ["a", ""]}}, InvalidArgument, r"stop\[1\]"),
+    ({"text": "a", "stopping": {"stop": ["a"] * (MAX_STOP_STRINGS + 1)}}, InvalidArgument, "stop.*16"),
+    ({"text": "a", "stopping": {"stop": ["a" * (MAX_STOP_STRING_CHARS + 1)]}}, InvalidArgument, "stop.*256"),
+    ({"text": "a", "stopping": {"stop_token_ids": [100]}}, InvalidArgument, "stop_token_ids"),
+    ({"text": "a", "stopping": {"stop_token_ids": [1] * (MAX_STOP_TOKEN_IDS + 1)}}, InvalidArgument, "128"),
+    *(
+        ({"text": "a", "stopping": {"time_limit_s": value}}, InvalidArgument, "time_limit_s")
+        for value in (0.0, -1.0, NAN, INF)
+    ),
+    ({"text": "a", "cache": {"cache_salt": "x" * 257}}, InvalidArgument, "cache_salt.*256"),
+]
+
+
+@pytest.mark.parametrize(("fields", "kind", "message"), BAD)
+def test_bad_input_names_field_and_limit(fields: dict[str, object], kind: type[KvferryError], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        checked(pb.GenerateRequest(**fields))  # type: ignore[arg-type]
+
+
+def test_duplicates_in_stop_rules_are_one() -> None:
+    request = checked(with_prompt(stopping=pb.StoppingOptions(stop=["a", "a"], stop_token_ids=[1, 1])))
+    assert (request.stop, request.stop_token_ids) == (("a",), (1,))
+
+
+# --- once the prompt's length is known ---
+
+
+def stopping(**fields: object) -> Request:
+    return checked(with_prompt(stopping=pb.StoppingOptions(**fields)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "expected"), [(1, 63), (62, 2), (63, 1)])
+def test_max_tokens_left_out_is_what_fits(num_prompt_tokens: int, expected: int) -> None:
+    assert fit(stopping(), num_prompt_tokens, LIMITS) == expected
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [0, 64, 65])
+def test_prompts_that_leave_no_room_are_refused(num_prompt_tokens: int) -> None:
+    with pytest.raises(InvalidArgument, match="prompt"):
+        fit(stopping(), num_prompt_tokens, LIMITS)
+
+
+def test_prompt_and_output_share_the_context() -> None:
+    assert fit(stopping(max_tokens=4), 60, LIMITS) == 4
+    with pytest.raises(InvalidArgument, match=r"max_tokens: 5 .* 60 .* 64; at most 4"):
+        fit(stopping(max_tokens=5), 60, LIMITS)
+    with pytest.raises(InvalidArgument, match="min_tokens: 9"):
+        fit(stopping(min_tokens=9), 60, LIMITS)
+
+
+def test_what_no_pool_holds_is_refused_with_both_numbers() -> None:
+    small = replace(LIMITS, num_decode_blocks=2)
+    assert fit(stopping(max_tokens=3), 30, small) == 3  # 32 tokens of KV: the last token's is never stored
+    with pytest.raises(ResourceExhausted, match=r"needs 3 KV blocks .* decode worker has 2") as refused:
+        fit(stopping(max_tokens=4), 30, small)
+    assert refused.value.retry_after_s is None
+    assert fit(stopping(), 30, small) == 3
+    with pytest.raises(ResourceExhausted, match=r"needs 2 KV blocks .* prefill worker has 1"):
+        fit(stopping(max_tokens=1), 17, replace(LIMITS, num_prefill_blocks=1))
