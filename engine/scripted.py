@@ -81,8 +81,12 @@ def load_script_config(folder: Path) -> ScriptConfig:
     path = folder / SCRIPT_FILE
     try:
         return ScriptConfig.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise FailedPrecondition(f"{path}: {error}") from error
+    except OSError as error:
+        raise FailedPrecondition(f"{path}: {error.strerror}") from error
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = "".join(f"{part}: " for part in fault["loc"])
+        raise FailedPrecondition(f"{path}: {where}{fault['msg']}") from error
 
 
 def scripted_layout(config: ScriptConfig, block_size: int) -> KvLayout:

@@ -81,8 +81,6 @@ class RouterConfig(_Frozen):
     """Tries of one request without progress."""
     retry_budget: float = Field(default=0.1, ge=0.0, le=1.0)
     """Retries without progress as a share of requests."""
-    max_choices: int = Field(default=16, ge=1)
-    """Largest `n` of one request."""
 
 
 class EngineConfig(_Frozen):
@@ -135,8 +133,6 @@ class TransferConfig(_Frozen):
     """Silence after which a peer counts as dead; heartbeats come three times as often."""
     max_frame_bytes: int = Field(default=1 << 20, ge=4096, le=16 << 20)
     """Largest block frame; larger ones block the event loop while they are serialised."""
-    max_frames_in_flight: int = Field(default=8, ge=1)
-    """Frames handed to gRPC and not yet written, for one shipment; bounds the copies in memory."""
 
     @property
     def heartbeat_interval_s(self) -> float:
@@ -151,8 +147,6 @@ class TierConfig(_Frozen):
     """Lower goes first."""
     default: bool = False
     """The tier of a request that names none."""
-    ttft_target_s: float | None = Field(default=None, gt=0.0)
-    tpot_target_s: float | None = Field(default=None, gt=0.0)
 
 
 class TelemetryConfig(_Frozen):

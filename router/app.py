@@ -86,8 +86,8 @@ class RouterApp:
         http = HttpServer(make_app(telemetry.metrics.registry, self.why_not_ready), config.router.http_listen)
         self.http_url = (await self._stack.enter_async_context(http)).url
         await self._stack.enter_async_context(self.membership)
-        health = asyncio.create_task(self._tell_health())
-        self._stack.callback(health.cancel)
+        self._health_task = asyncio.create_task(self._tell_health())
+        self._stack.push_async_callback(self._end_health)
         log_event(logger, "serving", address=self.address, http=self.http_url, model=config.model.public_name)
 
     def _cluster(self, metrics: RouterMetrics) -> Cluster:
@@ -120,13 +120,18 @@ class RouterApp:
         """Refuses new requests; running ones get `grace_s`, or until `hurry`, and end with a status after that."""
         self._is_draining = True
         self.servicer.drain()
+        await self._end_health()  # else it might say SERVING again
         await self._server.drain(grace_s, hurry)
 
     async def _tell_health(self) -> None:
         """Keeps the gRPC health service at what is true."""
-        while not self._is_draining:
+        while True:
             await self._server.set_serving(not self.membership.missing)
             await self.membership.wait_changed()
+
+    async def _end_health(self) -> None:
+        self._health_task.cancel()
+        await asyncio.gather(self._health_task, return_exceptions=True)
 
 
 def load_tokenizer(config: Config) -> TextTokenizer:

@@ -204,6 +204,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         context: ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
         record: RequestRecord,
     ) -> None:
+        self._parts.cluster.retries.add_request()
         outbox = Outbox()
         output = ChoiceOutput(
             prepared.request,

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import socket
 import time
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from kvferry.worker_process import RunningWorker
 from kvtransfer.faults import Fault, FaultKind, Faults
 from tests.support.pair import FULL_BLOCKS, OUTPUT_TOKENS, Prompts
 from tests.support.pair_request import Ending, PairRequest, failure_of
-from tests.support.worker_processes import Watch, WorkerProcess, start, watching, worker_process
+from tests.support.worker_processes import Watch, WorkerProcess, exit_code, started, watching, worker_process
 from tests.support.workers import (
     assert_idle,
     make_spec,
@@ -175,21 +175,21 @@ async def test_a_decode_process_stopped_while_it_decodes_goes_on_where_it_was(tm
 # -- killed --------------------------------------------------------------------------------------------------------------
 
 
-async def kill_and_check(process: WorkerProcess, request: PairRequest, survivor: RunningWorker) -> None:
-    """The survivor frees at once: a connection that breaks needs no deadline."""
+async def kill_and_check(process: WorkerProcess, survivor: RunningWorker, *requests: PairRequest) -> None:
+    """The survivor frees at once, because a connection that breaks needs no deadline, and while its own call lives."""
     process.send(signal.SIGKILL)
     assert await process.exit_code() == -signal.SIGKILL
     before_s = time.monotonic()
     await until(lambda: survivor.role.load().num_used_blocks == 0)
     assert time.monotonic() - before_s < DEADLINE_S
-    await request.end(Ending.CHANNELS)
+    await asyncio.gather(*(request.end(Ending.CHANNELS) for request in requests))
     await assert_idle(survivor)
 
 
 async def test_prefill_killed_while_the_request_is_in_its_queue(tmp_path: Path) -> None:
     model = Model(tmp_path, step_delay_s=0.02)
     async with (
-        running_worker("decode", model.config()) as decode,
+        running_worker("decode", model.config(num_blocks=512)) as decode,
         worker_process(tmp_path, model.config(max_running=1, num_blocks=512), "prefill_svc") as prefill,
         watching(prefill.address) as figures,
     ):
@@ -197,9 +197,8 @@ async def test_prefill_killed_while_the_request_is_in_its_queue(tmp_path: Path) 
         await until(lambda: figures.load.num_running == 1)
         queued = model.begin(prefill, decode)
         await until(lambda: figures.load.num_waiting == 1)
-        await kill_and_check(prefill, queued, decode)
+        await kill_and_check(prefill, decode, first, queued)
         assert isinstance(await failure_of(first.prefill), Unavailable)
-        await first.end(Ending.CHANNELS)
 
 
 async def test_prefill_killed_between_two_chunks(tmp_path: Path) -> None:
@@ -210,7 +209,7 @@ async def test_prefill_killed_between_two_chunks(tmp_path: Path) -> None:
     ):
         request = model.begin(prefill, decode, num_prompt_tokens=1500)
         await until(lambda: decode.role.load().num_blocks_shipped >= 3)
-        await kill_and_check(prefill, request, decode)
+        await kill_and_check(prefill, decode, request)
 
 
 async def test_prefill_killed_while_its_grant_waits(model: Model) -> None:
@@ -224,8 +223,10 @@ async def test_prefill_killed_while_its_grant_waits(model: Model) -> None:
         await until(lambda: decode.role.load().num_waiting == 1)
         prefill.send(signal.SIGKILL)
         await until(lambda: decode.role.load().num_waiting == 0)
+        assert decode.role.load().num_used_blocks == 12 and not request.decode.done()
         await engine.run(lambda core: core.pool.free(taken))
-        await kill_and_check(prefill, request, decode)
+        await request.end(Ending.CHANNELS)
+        await assert_idle(decode)
 
 
 @pytest.mark.parametrize("block_index", [3, FULL_BLOCKS], ids=["in mid-shipment", "between first token and Committed"])
@@ -237,7 +238,7 @@ async def test_prefill_killed(model: Model, block_index: int) -> None:
         request = model.begin(prefill, decode)
         await until(lambda: decode.role.load().num_blocks_shipped == block_index)
         await until(lambda: block_index < FULL_BLOCKS or request.result.first_token is not None)
-        await kill_and_check(prefill, request, decode)
+        await kill_and_check(prefill, decode, request)
 
 
 async def test_prefill_killed_while_decode_runs_costs_nothing(tmp_path: Path) -> None:
@@ -257,16 +258,15 @@ async def test_prefill_killed_while_decode_runs_costs_nothing(tmp_path: Path) ->
 async def test_decode_killed_while_a_grant_waits(model: Model) -> None:
     async with (
         running_worker("prefill", model.config(), faults=late(3, FOR_EVER_S)) as prefill,
-        worker_process(model.folder, model.config(num_blocks=8), "decode_svc") as decode,
+        worker_process(model.folder, model.config(num_blocks=10), "decode_svc") as decode,
         watching(decode.address) as figures,
     ):
         granted = model.begin(prefill, decode)
         await until(lambda: figures.load.num_used_blocks > 0)
         waiting = model.begin(prefill, decode)
         await until(lambda: figures.load.num_waiting == 1)
-        await kill_and_check(decode, waiting, prefill)
+        await kill_and_check(decode, prefill, granted, waiting)
         assert isinstance(await failure_of(granted.prefill), Unavailable)
-        await granted.end(Ending.CHANNELS)
 
 
 @pytest.mark.parametrize("block_index", [3, FULL_BLOCKS], ids=["in mid-shipment", "between first token and Committed"])
@@ -280,7 +280,7 @@ async def test_decode_killed_and_started_anew_at_its_address(model: Model, block
             request = model.begin(prefill, decode)
             await until(lambda: figures.load.num_blocks_shipped == block_index)
             await until(lambda: block_index < FULL_BLOCKS or request.result.first_token is not None)
-            await kill_and_check(decode, request, prefill)
+            await kill_and_check(decode, prefill, request)
         set_faults(prefill)
         async with worker_process(model.folder, model.config(), "decode_svc", listen=decode.address) as anew:
             assert anew.address == decode.address
@@ -353,15 +353,14 @@ async def test_sigterm_lets_a_running_prefill_finish_and_refuses_new_ones(tmp_pa
         await assert_idle(decode)
 
 
-@pytest.mark.parametrize("step_delay_s", [0.02, 1.0], ids=["short steps", "long steps"])
+@pytest.mark.parametrize("step_delay_s", [0.02, 0.5], ids=["short steps", "long steps"])
 async def test_sigterm_twice_ends_at_once_with_a_status(tmp_path: Path, step_delay_s: float) -> None:
     model = Model(tmp_path, step_delay_s=step_delay_s)
     async with (
-        running_worker("prefill", model.config()) as prefill,
         worker_process(tmp_path, model.config(num_blocks=512), "decode_svc") as decode,
         watching(decode.address) as figures,
     ):
-        request = model.begin(prefill, decode, local_prefill=True, max_tokens=1000, timeout_s=5.0)
+        request = model.begin(decode, decode, local_prefill=True, max_tokens=1000, timeout_s=5.0)
         await until(lambda: figures.load.num_running == 1)
         decode.send(signal.SIGTERM)
         await until(lambda: figures.status.draining)
@@ -403,16 +402,8 @@ async def test_what_keeps_a_worker_from_starting_is_one_line_and_a_failure(tmp_p
 
 async def what_it_says(folder: Path, config: Config, *arguments: str) -> str:
     """Starts a worker that must fail; its one line."""
-    name = f"failing-{len(list(folder.glob('failing-*.log')))}"
-    log = folder / f"{name}.log"
-    log.touch()
-    process = await start(folder / f"{name}.toml", config, log, *arguments)
-    try:
-        async with asyncio.timeout(30.0):
-            assert await process.wait() == 1
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
+    with started(folder, config, *arguments) as (process, log):
+        assert await exit_code(process, timeout_s=30.0) == 1
     lines = [line for line in log.read_text().splitlines() if not line.startswith("{")]  # those are events
     assert len(lines) == 1 and lines[0].startswith("error: "), lines
     return lines[0]

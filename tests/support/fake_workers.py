@@ -83,6 +83,7 @@ class FakeNetwork:
         self.calls: list[CallRecord] = []
         self.prefill = [FakeWorker(self, "prefill", index) for index in range(num_prefill)]
         self.decode = [FakeWorker(self, "decode", index) for index in range(num_decode)]
+        self._forever: list[asyncio.Future[None]] = []
         self._held: set[tuple[Point, int]] = set()
         self._num_passed: dict[tuple[Point, int], int] = defaultdict(int)
         self._passed = asyncio.Event()
@@ -147,7 +148,9 @@ class FakeNetwork:
         if self._failures[point, index]:
             raise self._failures[point, index].pop(0)
         if (point, index) in self._held:
-            await asyncio.get_running_loop().create_future()
+            forever = asyncio.get_running_loop().create_future()
+            self._forever.append(forever)  # else nothing but a cycle would hold the waiting task
+            await forever
 
     def decode_at(self, address: str) -> FakeWorker:
         return next(worker for worker in self.decode if worker.address == address)

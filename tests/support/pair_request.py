@@ -54,6 +54,8 @@ class PairRequest:
         self._channels = RpcChannel(prefill_address), RpcChannel(decode_address)
         self.decode = asyncio.ensure_future(self._decode())
         self.prefill = asyncio.ensure_future(self._prefill())
+        for call in (self.decode, self.prefill):
+            call.add_done_callback(_retrieve)  # the test may not ask
 
     async def finished(self) -> PairResult:
         """The whole result; raises what the request failed with."""
@@ -115,6 +117,11 @@ class PairRequest:
         registered = await asyncio.shield(self.registered)
         caller = PairCaller(*self._channels, timeout_s=self._timeout_s)
         await caller.prefill(self.spec, registered, self.result)
+
+
+def _retrieve(call: asyncio.Future[None]) -> None:
+    if not call.cancelled():
+        call.exception()
 
 
 def _heartbeat() -> worker_pb2.DecodeRequest:

@@ -6,18 +6,19 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.config import Config, child_environment, to_toml
 from kvferry.rpc import RpcChannel
 from proto.kvferry.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.workers import until
 
 START_TIMEOUT_S = 20.0
-END_TIMEOUT_S = 10.0
 ROOT = Path(__file__).parents[2]
 WATCH_TIMEOUT_S = 0.15
 """Progress timeout of a watcher; a status comes three times as often."""
@@ -32,7 +33,7 @@ class WorkerProcess:
         log: what it wrote to standard error.
     """
 
-    process: asyncio.subprocess.Process
+    process: subprocess.Popen[bytes]
     address: str
     log: Path
 
@@ -40,47 +41,48 @@ class WorkerProcess:
         """Sends a signal to this process alone."""
         os.kill(self.process.pid, number)
 
-    async def exit_code(self, timeout_s: float = END_TIMEOUT_S) -> int:
+    async def exit_code(self) -> int:
         """Waits for its end; negative for a signal."""
-        async with asyncio.timeout(timeout_s):
-            return await self.process.wait()
+        return await exit_code(self.process)
+
+
+async def exit_code(process: subprocess.Popen[bytes], timeout_s: float = 10.0) -> int:
+    await until(lambda: process.poll() is not None, timeout_s)
+    assert process.returncode is not None
+    return process.returncode
 
 
 @asynccontextmanager
 async def worker_process(
     folder: Path, config: Config, *module: str, listen: str = "127.0.0.1:0"
 ) -> AsyncIterator[WorkerProcess]:
-    """`python -m *module`, ready; killed at the end of the block if it still lives. `folder` takes its files."""
-    name = f"{module[0]}-{len(list(folder.glob('*.log')))}"
-    log = folder / f"{name}.log"
-    process = await start(folder / f"{name}.toml", config, log, *module, "--listen", listen, "--worker-id", name)
-    try:
-        yield WorkerProcess(process, await _address(process, log), log)
-    finally:
-        if process.returncode is None:
-            os.kill(process.pid, signal.SIGKILL)
-            await process.wait()
+    """`python -m *module`, ready, for the length of the block. `folder` takes its files."""
+    with started(folder, config, *module, "--listen", listen) as (process, log):
+        assert process.stdout is not None
+        async with asyncio.timeout(START_TIMEOUT_S):
+            line = await asyncio.to_thread(process.stdout.readline)
+        assert line, f"the worker ended before it was ready: {log.read_text()}"
+        yield WorkerProcess(process, json.loads(line)["address"], log)
 
 
-async def start(config_file: Path, config: Config, log: Path, *arguments: str) -> asyncio.subprocess.Process:
-    """Starts `python -m …` with this configuration; the caller ends it."""
+@contextmanager
+def started(folder: Path, config: Config, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """`python -m *arguments --config …` and its log; killed by its id at the end of the block if it still lives."""
+    name = f"{arguments[0]}-{len(list(folder.glob('*.log')))}"
+    config_file, log = folder / f"{name}.toml", folder / f"{name}.log"
     config_file.write_text(to_toml(config))
-    module, *rest = arguments
-    extra = rest[: rest.index("--listen")] if "--listen" in rest else []
-    command = [sys.executable, "-m", module, *extra, "--config", str(config_file), *rest[len(extra) :]]
-    with log.open("wb") as stderr:
-        return await asyncio.create_subprocess_exec(
-            *command, cwd=ROOT, env=child_environment(1), stdout=asyncio.subprocess.PIPE, stderr=stderr
-        )
-
-
-async def _address(process: asyncio.subprocess.Process, log: Path) -> str:
-    assert process.stdout is not None
-    async with asyncio.timeout(START_TIMEOUT_S):
-        line = await process.stdout.readline()
-    assert line, f"the worker ended before it was ready: {log.read_text()}"
-    address: str = json.loads(line)["address"]
-    return address
+    command = [sys.executable, "-m", *arguments, "--config", str(config_file), "--worker-id", name]
+    with (
+        log.open("wb") as stderr,
+        subprocess.Popen(
+            command, cwd=ROOT, env=child_environment(1), stdout=subprocess.PIPE, stderr=stderr
+        ) as process,
+    ):
+        try:
+            yield process, log
+        finally:
+            if process.poll() is None:
+                process.kill()
 
 
 class Watch:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvferry.errors import FailedPrecondition, InvalidArgument, Unavailable
+from router.service import SERVICE_NAME
 from tests.support.fake_workers import FakeNetwork, Point
 from tests.unit.router.conftest import Router, StartRouter, ask
 
@@ -82,6 +88,30 @@ async def test_health_is_whether_a_request_could_be_served(start_router: StartRo
         assert (await http.get(f"{url}/health")).status_code == 200
         await router.app.drain(0.0)
         assert (await http.get(f"{url}/health")).json()["reasons"] == ["the router is shutting down"]
+
+
+async def test_grpc_health_follows_the_workers_and_the_drain(start_router: StartRouter) -> None:
+    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    async with FakeNetwork(OUTPUT) as network, start_router(network) as router:
+        stub = health_pb2_grpc.HealthStub(router.channel.grpc)
+        states = aiter(stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME)))
+        async with asyncio.timeout(10):
+            assert await _next_other(states, not_serving) == serving
+            await network.prefill[0].stop()
+            assert await _next_other(states, serving) == not_serving
+            await network.prefill[0].start()
+            assert await _next_other(states, not_serving) == serving
+            draining = asyncio.create_task(router.app.drain(0.0))
+            assert await _next_other(states, serving) == not_serving
+            await draining
+
+
+async def _next_other(states: AsyncIterator[Any], state: int) -> int:
+    """The next state told that is not `state`."""
+    async for message in states:
+        if message.status != state:
+            return int(message.status)
+    raise AssertionError("the health stream ended")
 
 
 @pytest.mark.parametrize("setting", ["grpc_listen", "http_listen"])

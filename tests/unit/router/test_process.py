@@ -8,11 +8,11 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvferry.config import Config, ModelConfig, to_toml
 from kvferry.errors import Unavailable
@@ -24,14 +24,6 @@ from tests.unit.router.conftest import ask
 OUTPUT = list(range(35, 60))
 
 pytestmark = pytest.mark.processes
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """A router that has told it is ready."""
-
-    process: asyncio.subprocess.Process
-    ready: dict[str, Any]
 
 
 @asynccontextmanager
@@ -85,13 +77,21 @@ async def test_ready_line_then_serves_then_drains_on_sigterm(model_folder: Path)
                 async with channel.stream(stub.Generate, ask()) as running:
                     await network.reached(Point.TOKEN, 3)
                     process.send_signal(signal.SIGTERM)
-                    await anext(aiter(running))
+                    await _not_serving(channel)
                     process.send_signal(signal.SIGTERM)  # the second one ends the grace period
                     async for _ in running:
                         pass
         async with asyncio.timeout(10):
             assert await process.wait() == 0
         await network.all_ended()
+
+
+async def _not_serving(channel: RpcChannel) -> None:
+    """Returns when the health service says so."""
+    stub = health_pb2_grpc.HealthStub(channel.grpc)
+    async for message in stub.Watch(health_pb2.HealthCheckRequest()):
+        if message.status == health_pb2.HealthCheckResponse.NOT_SERVING:
+            return
 
 
 async def test_a_port_in_use_is_one_line_and_no_traceback(model_folder: Path) -> None:
