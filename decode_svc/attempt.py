@@ -16,6 +16,7 @@ from engine.runner import Runner
 from kvferry.errors import FailedPrecondition, Unavailable
 from kvferry.spec import AttemptId
 from kvferry.stats import ShipCounters
+from kvferry.telemetry import Attributes, SpanNames, Telemetry
 from kvtransfer.digest import block_digest
 from kvtransfer.messages import Offer
 from kvtransfer.transport import CommitOutcome, Grant
@@ -31,6 +32,7 @@ class DecodeAttempt:
         admission: grants; touched on the engine's thread only.
         outputs: the sequence's mailbox.
         counters: of the worker.
+        telemetry: spans of grant and commit, below the Ship call's.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class DecodeAttempt:
         admission: DecodeAdmission,
         outputs: asyncio.Queue[Output],
         counters: ShipCounters,
+        telemetry: Telemetry,
     ) -> None:
         self.id = attempt_id
         self.outputs = outputs
@@ -48,6 +51,7 @@ class DecodeAttempt:
         self._engine = engine
         self._admission = admission
         self._counters = counters
+        self._telemetry = telemetry
         self._runner: Runner = engine.core.runner
         self._reservation: Reservation | None = None
         self._grant_made: asyncio.Future[None] | None = None
@@ -68,15 +72,17 @@ class DecodeAttempt:
     async def grant(self, offer: Offer) -> Grant:
         """Reserves room; waits, holding nothing, while there is none. Raises the errors of `DecodeAdmission.offer`."""
         self._check_open()
-        self._grant_made = asyncio.get_running_loop().create_future()
-        seq_id, hashes, num_tokens = self.id.seq_id, list(offer.block_hashes), offer.num_tokens
-        if not await self._engine.run(lambda core: self._admission.offer(seq_id, hashes, num_tokens)):
-            return Grant(already_committed=True)
-        await self._grant_made
-        self._check_open()
-        self._reservation = await self._engine.run(lambda core: self._admission.reservation(seq_id))
-        self._check_open()
-        return Grant(self._reservation.wanted)
+        with self._telemetry.span(SpanNames.GRANT) as span:
+            self._grant_made = asyncio.get_running_loop().create_future()
+            seq_id, hashes, num_tokens = self.id.seq_id, list(offer.block_hashes), offer.num_tokens
+            if not await self._engine.run(lambda core: self._admission.offer(seq_id, hashes, num_tokens)):
+                return Grant(already_committed=True)
+            await self._grant_made
+            self._check_open()
+            self._reservation = await self._engine.run(lambda core: self._admission.reservation(seq_id))
+            self._check_open()
+            span.set_attribute(Attributes.NUM_BLOCKS, len(self._reservation.wanted))
+            return Grant(self._reservation.wanted)
 
     def on_grant_made(self) -> None:
         """The engine's word that room is reserved."""
@@ -107,7 +113,8 @@ class DecodeAttempt:
         """Lets the sequence run; raises NotFound when the attempt or its reservation is gone."""
         self._check_open()
         seq_id, token_ids = self.id.seq_id, list(first_token_ids)
-        outcome = await self._engine.run(lambda core: self._admission.commit(seq_id, token_ids))
+        with self._telemetry.span(SpanNames.COMMIT):
+            outcome = await self._engine.run(lambda core: self._admission.commit(seq_id, token_ids))
         self._is_shipping = False
         return outcome
 

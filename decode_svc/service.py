@@ -126,7 +126,15 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
         self._num_arrived += 1
         seq_id, arrival = spec.id.seq_id, self._num_arrived
         outputs = self._mailboxes.open(seq_id)
-        attempt = DecodeAttempt(spec.id, len(spec.token_ids), self._engine, self._admission, outputs, self.counters)
+        attempt = DecodeAttempt(
+            spec.id,
+            len(spec.token_ids),
+            self._engine,
+            self._admission,
+            outputs,
+            self.counters,
+            self._telemetry,
+        )
         self._attempts[spec.id] = attempt
         sequence = sequence_from_spec(spec, self._engine.core, arrival=arrival)
         try:

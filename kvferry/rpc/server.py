@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 from opentelemetry.context import Context, attach
-from opentelemetry.trace import NoOpTracer, Span, SpanKind, Tracer, set_span_in_context
+from opentelemetry.trace import INVALID_SPAN, NoOpTracer, Span, SpanKind, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kvferry.errors import Cancelled, FailedPrecondition, Internal, KvferryError, Unavailable
@@ -120,14 +120,16 @@ class _CallsInFlight:
         self._changed = asyncio.Event()
         self.ending = False
 
-    def add_current(self, method: str) -> None:
+    def add_current(self, method: str) -> bool:
+        """Counts the running task in; says whether its call is a background one."""
         task = asyncio.current_task()
         assert task is not None
-        name = method.rpartition("/")[2]
-        tasks = self._background_tasks if name in self._background else self._foreground_tasks
+        is_background = method.rpartition("/")[2] in self._background
+        tasks = self._background_tasks if is_background else self._foreground_tasks
         tasks.add(task)
         task.add_done_callback(tasks.discard)
         task.add_done_callback(lambda _: self._changed.set())
+        return is_background
 
     async def wait_idle(self, grace_s: float, hurry: asyncio.Event | None) -> None:
         with suppress(TimeoutError):
@@ -179,8 +181,9 @@ class _ServerInterceptor(grpc.aio.ServerInterceptor):
 
     def _wrap(self, behavior: Callable[[Any, Any], Awaitable[_T]], method: str) -> Callable[[Any, Any], Awaitable[_T]]:
         async def call(request: Any, context: ServicerContext[Any, Any]) -> _T:
-            self._calls.add_current(method)
-            span = self._start_span(method, context)
+            is_background = self._calls.add_current(method)
+            # A stream that lives as long as the server would be a trace that never ends.
+            span = INVALID_SPAN if is_background else self._start_span(method, context)
             # Current for this task and those it starts; it ends with the task, so nothing is ever detached.
             attach(set_span_in_context(span))
             try:

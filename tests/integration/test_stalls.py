@@ -20,6 +20,7 @@ from kvferry.worker_process import RunningWorker
 from kvtransfer.faults import Fault, FaultKind, Faults
 from tests.support.pair import FULL_BLOCKS, OUTPUT_TOKENS, Prompts
 from tests.support.pair_request import Ending, PairRequest, failure_of
+from tests.support.tokenizers import byte_level_tokenizer, write_model_folder
 from tests.support.worker_processes import Watch, WorkerProcess, exit_code, started, watching, worker_process
 from tests.support.workers import (
     assert_idle,
@@ -384,8 +385,7 @@ async def test_what_keeps_a_worker_from_starting_is_one_line_and_a_failure(tmp_p
         for name, text in {"broken": "{", "unknown": '{"colour": 1}', "empty script": '{"mode": "script"}'}.items():
             scripted_folder(tmp_path / name)
             (tmp_path / name / SCRIPT_FILE).write_text(text)
-        (tmp_path / "no weights").mkdir()
-        (tmp_path / "no weights" / "config.json").write_text('{"model_type": "llama"}')
+        write_model_folder(tmp_path / "no weights", byte_level_tokenizer(), config={"model_type": "llama"})
         said = await asyncio.gather(
             what_it_says(tmp_path, scripted_config(good), "decode_svc", "--listen", f"127.0.0.1:{port}"),
             what_it_says(tmp_path, scripted_config(good), "prefill_svc", "--listen", "nonsense"),
