@@ -287,7 +287,8 @@ class RequestRun:
         if last < DEFAULT_MAX_ATTEMPTS:
             raise InvariantViolation(f"{self.plan.request_id} failed after {last} attempts: {error!r}")
         if not any(self.seq_id(attempt) in self._network.unlucky for attempt in range(1, last + 1)):
-            self._check_no_healthy_pair(self._started_at_ns[attempts[0]], error)
+            before = max(1, attempts[0] - 1)  # whom that one blamed, the others avoided
+            self._check_no_healthy_pair(self._started_at_ns[before], error)
 
     def _check_no_healthy_pair(self, since_ns: int, error: KvferryError) -> None:
         """Workers alone made it fail: then more than one was sick, or no pair was well all the time."""

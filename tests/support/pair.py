@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,15 @@ class Prompts:
     def next_id(self) -> str:
         return f"r{next(self._numbers)}"
 
+    def continue_(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """What has to come out, stop rules not applied."""
+        return reference_continuation(token_ids, num_tokens, self._script)
+
     def is_right(self, request: PairRequest) -> bool:
         """EQ."""
         spec = request.spec
         num_tokens = spec.sampling.max_tokens - (len(spec.token_ids) - spec.num_prompt_tokens)
-        return request.result.token_ids == reference_continuation(spec.token_ids, num_tokens, self._script)
+        return request.result.token_ids == self.continue_(spec.token_ids, num_tokens)
 
 
 class Pair:
