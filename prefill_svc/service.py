@@ -116,10 +116,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
         timeout_s = request.progress_timeout_s
         check_progress_timeout("progress_timeout_s", timeout_s)
         spec = spec_from_pb(request.sequence)
-        target = request.target if request.HasField("target") else None
-        num_left = spec.sampling.max_tokens - (len(spec.token_ids) - spec.num_prompt_tokens)
-        if target is None and num_left > 1:  # a batch that decodes may preempt, and blocks on their way out must stay
-            raise InvalidArgument("target", f"must be set: {num_left} tokens are to be made, this worker makes one")
+        target = _target_of(request, spec)
         async with self._queued(spec, hold=target is not None) as sequence:
             run = _PrefillRun(self, spec, sequence, target, timeout_s)
             async with HeartbeatWriter(
@@ -252,6 +249,21 @@ class _PrefillRun:
                 attributes = {Attributes.NUM_TOKENS: output.num_tokens}
                 span = tracer.start_span(SpanNames.PREFILL_CHUNK, start_time=output.start_ns, attributes=attributes)
                 span.end(output.end_ns)
+
+
+def _target_of(request: worker_pb2.PrefillRequest, spec: SequenceSpec) -> worker_pb2.ShipTarget | None:
+    """Where the blocks go; raises InvalidArgument where this worker would have to decode.
+
+    A batch that decodes may preempt, and blocks that are on their way out must stay as they are.
+    """
+    if request.HasField("target"):
+        if not request.target.address:
+            raise InvalidArgument("target.address", "must be host:port")
+        return request.target
+    num_left = spec.sampling.max_tokens - (len(spec.token_ids) - spec.num_prompt_tokens)
+    if num_left > 1:
+        raise InvalidArgument("target", f"must be set: {num_left} tokens are to be made, this worker makes one")
+    return None
 
 
 def _ship_attributes(summary: ShipSummary) -> dict[str, int]:

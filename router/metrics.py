@@ -24,6 +24,7 @@ from router.worker import MemberState, Worker
 
 REFUSED_PHASE = "validation"
 """Phase of requests that end before they run."""
+DONE_PHASE = "done"
 
 WORKER_LABELS = ("worker", "role")
 
@@ -90,7 +91,8 @@ class RouterMetrics:
         self._metrics.retries.labels(error_type(cause)).inc()
 
     def _observe(self, record: RequestRecord, error: BaseException | None) -> None:
-        self._ended.labels(_outcome(record, error), record.phase).inc()
+        outcome = _outcome(record, error)
+        self._ended.labels(outcome, DONE_PHASE if outcome == "finished" else record.phase).inc()
         served = (record.model, record.tier)
         ledger = record.ledger
         kind = "" if error is None else error_type(error)

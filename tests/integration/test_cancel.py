@@ -1,4 +1,4 @@
-"""Cancelling in every phase of a request, by everyone who can: all blocks come back on both sides and nothing else changes.
+"""Cancelling in every phase of a request, by everyone who can: all blocks come back and nothing else changes.
 
 Phases are reached by what the workers show of themselves: a full batch, blocks that are taken, a block that leaves late
 (`kvtransfer.faults`), steps that take time.
@@ -88,22 +88,23 @@ async def a_long_prompt(pair: Pair) -> AsyncIterator[None]:
     """Prefill is computing it for the length of the block, chunk by chunk."""
     spec = make_spec("long", pair.prompts.draw(4000), 1)
     request = worker_pb2.PrefillRequest(sequence=spec_to_pb(spec), progress_timeout_s=5.0)
-    async with RpcChannel(pair.prefill.address) as channel:
-        async with channel.stream(worker_pb2_grpc.PrefillServiceStub(channel.grpc).Prefill, request) as call:
-            await until(lambda: len(core_of(pair.prefill).scheduler.running) == 1)
-            yield
-            assert not call.done()
+    async with (
+        RpcChannel(pair.prefill.address) as channel,
+        channel.stream(worker_pb2_grpc.PrefillServiceStub(channel.grpc).Prefill, request) as call,
+    ):
+        await until(lambda: len(core_of(pair.prefill).scheduler.running) == 1)
+        yield
+        assert not call.done()
 
 
 async def test_between_two_chunks(folder: Path) -> None:
     async def reach(pair: Pair, ending: Ending) -> PairRequest:
-        request = pair.begin()
-        sequences, seq_id = core_of(pair.prefill).sequences, request.spec.id.seq_id
-        await until(lambda: seq_id in sequences and sequences[seq_id].num_computed_tokens >= 8)
-        assert sequences[seq_id].num_computed_tokens < PROMPT_TOKENS
+        request = pair.begin(pair.prompts.draw(200))
+        await pair.has_computed(request, 8)
+        assert request.result.first_token is None
         return request
 
-    async with scripted_pair(folder, step_delay_s=0.01) as pair:
+    async with scripted_pair(folder, step_delay_s=0.005) as pair:
         await end_in_every_way(pair, reach)
 
 
@@ -153,12 +154,12 @@ async def test_between_first_token_and_committed(folder: Path) -> None:
 
 async def test_while_decode_runs(folder: Path) -> None:
     async def reach(pair: Pair, ending: Ending) -> PairRequest:
-        request = pair.begin()
-        await until(lambda: len(request.result.token_ids) >= 3)
+        request = pair.begin(max_tokens=40)
+        await request.has_tokens(3)
         assert request.result.finish is None
         return request
 
-    async with scripted_pair(folder, step_delay_s=0.005) as pair:
+    async with scripted_pair(folder, step_delay_s=0.003) as pair:
         await end_in_every_way(pair, reach)
 
 
@@ -167,7 +168,7 @@ async def test_at_the_very_last_token_and_twice(folder: Path) -> None:
     async with scripted_pair(folder, step_delay_s=0.001) as pair:
         for number in range(TIMES):
             request = pair.begin()
-            await until(lambda request=request: len(request.result.token_ids) >= OUTPUT_TOKENS - number % 2)  # type: ignore[misc]
+            await request.has_tokens(OUTPUT_TOKENS - number % 2)
             for ending in (Ending.BOTH, Ending.BOTH, Ending.CHANNELS, Ending.CHANNELS):
                 await request.end(ending)
             if request.result.finish is not None:
@@ -203,7 +204,7 @@ async def test_fresh_requests_right_after_a_cancel_get_their_own_tokens(folder: 
     async with scripted_pair(folder, prefill={"num_blocks": 40}, decode={"num_blocks": 52}, step_delay_s=0.001) as pair:
         for number, ending in zip(range(12), itertools.cycle(Ending), strict=False):
             dropped = [pair.begin() for _ in range(5)]
-            await until(lambda dropped=dropped: all(len(one.result.token_ids) > 2 for one in dropped))  # type: ignore[misc]
+            await asyncio.gather(*(one.has_tokens(3) for one in dropped))
             await asyncio.gather(*(one.end(ending) for one in dropped))
             fresh = [pair.begin() for _ in range(5)]
             await asyncio.gather(*(one.finished() for one in fresh))
@@ -218,12 +219,7 @@ async def test_a_cancel_between_chunks_leaves_no_poisoned_prefix(folder: Path) -
         for num_computed in range(1, PROMPT_TOKENS, 4):
             prompt = pair.prompts.draw()
             dropped = pair.begin(prompt)
-            sequences, seq_id = core_of(pair.prefill).sequences, dropped.spec.id.seq_id
-            await until(
-                lambda seq_id=seq_id, num_computed=num_computed: (  # type: ignore[misc]
-                    seq_id in sequences and sequences[seq_id].num_computed_tokens >= num_computed
-                )
-            )
+            await pair.has_computed(dropped, num_computed)
             await dropped.end(Ending.BOTH)
             for _ in range(5):
                 await pair.check_serves(prompt)
@@ -244,7 +240,7 @@ async def test_random_cancels_under_load_change_nobodys_tokens(folder: Path) -> 
             if rng.random() < 0.33:
                 num_outputs = rng.randrange(6)  # 0: at once
                 with suppress(asyncio.CancelledError):
-                    await until(lambda: len(request.result.token_ids) >= num_outputs)
+                    await request.has_tokens(num_outputs)
                 await request.end(rng.choice(list(Ending)))
                 num_ended += 1
                 await request.end(Ending.CHANNELS)
@@ -265,9 +261,9 @@ async def test_random_cancels_under_load_change_nobodys_tokens(folder: Path) -> 
 async def test_the_name_of_a_cancelled_attempt_used_again_gets_none_of_its_tokens(folder: Path) -> None:
     """R130: refused until the engine has let go of it, and right from then on."""
     async with scripted_pair(folder, step_delay_s=0.002) as pair:
-        for ending in itertools.islice(itertools.cycle([Ending.BOTH, Ending.CHANNELS]), TIMES):
+        for ending in itertools.islice(itertools.cycle([Ending.BOTH, Ending.CHANNELS]), TIMES // 2):
             first = pair.begin(max_tokens=40, request_id="same")
-            await until(lambda first=first: len(first.result.token_ids) >= 2)  # type: ignore[misc]
+            await first.has_tokens(2)
             await first.end(ending)
             await serve_once_it_may(pair)
             await first.end(Ending.CHANNELS)
@@ -280,6 +276,6 @@ async def serve_once_it_may(pair: Pair) -> None:
     while True:
         try:
             await pair.check_serves(prompt, request_id="same")
-            return
-        except FailedPrecondition as error:
-            assert "already" in error.message
+        except FailedPrecondition:  # still known
+            continue
+        return

@@ -16,7 +16,7 @@ import pytest
 from engine.specs import sequence_from_spec
 from kvferry.errors import DataLoss, FailedPrecondition, KvferryError, NotFound, Unavailable
 from kvferry.rpc import RpcChannel
-from kvferry.wire import AttemptId
+from kvferry.spec import AttemptId
 from kvtransfer.codec import receiver_message_from_pb, sender_message_to_pb
 from kvtransfer.faults import Fault, FaultKind
 from kvtransfer.frames import cut_block
@@ -38,7 +38,7 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
         await pair.check_idle()
 
 
-# -- blocks --------------------------------------------------------------------------------------------------------------
+# -- blocks -----------------------------------------------------------------------------------------------------------
 
 
 async def test_a_block_that_arrives_wrong_once_is_sent_again(pair: Pair) -> None:
@@ -140,7 +140,7 @@ async def test_random_faults_under_load_never_change_a_token(pair: Pair) -> None
     pair.set_faults()
 
 
-# -- names ---------------------------------------------------------------------------------------------------------------
+# -- names ------------------------------------------------------------------------------------------------------------
 
 
 def offer_of(pair: Pair, request: PairRequest, **changes: Any) -> Offer:
@@ -155,13 +155,15 @@ def offer_of(pair: Pair, request: PairRequest, **changes: Any) -> Offer:
 
 async def answer_to(pair: Pair, *messages: SenderMessage) -> ReceiverMessage:
     """The answer to the last of these messages, the first one's awaited before the second; raises what is refused."""
-    async with RpcChannel(pair.decode.address) as channel:
-        async with channel.duplex(ship_pb2_grpc.ShipServiceStub(channel.grpc).Ship) as call:
-            for number, message in enumerate(messages):
-                if number == 1:
-                    await next_answer(call)
-                await call.write(sender_message_to_pb(message))
-            return await next_answer(call)
+    async with (
+        RpcChannel(pair.decode.address) as channel,
+        channel.duplex(ship_pb2_grpc.ShipServiceStub(channel.grpc).Ship) as call,
+    ):
+        for number, message in enumerate(messages):
+            if number == 1:
+                await next_answer(call)
+            await call.write(sender_message_to_pb(message))
+        return await next_answer(call)
 
 
 async def next_answer(call: Any) -> ReceiverMessage:
@@ -230,7 +232,7 @@ async def test_an_offer_for_a_committed_attempt_changes_nothing(tmp_path: Path) 
     """ALREADY_COMMITTED while it decodes; unknown when it is over."""
     async with scripted_pair(tmp_path / "model", step_delay_s=0.005) as pair:
         request = pair.begin(max_tokens=30)
-        await until(lambda: len(request.result.token_ids) >= 3)
+        await request.has_tokens(3)
         for _ in range(5):
             assert await answer_to(pair, offer_of(pair, request)) == CommitAck(already_committed=True)
         await request.finished()

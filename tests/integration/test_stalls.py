@@ -55,15 +55,18 @@ class Model:
         return scripted_config(self._model, **{"max_chunk_tokens": 4, **engine})
 
     def begin(
-        self, prefill: RunningWorker | WorkerProcess, decode: RunningWorker | WorkerProcess, *,
-        num_prompt_tokens: int = 22, max_tokens: int = OUTPUT_TOKENS, timeout_s: float = DEADLINE_S,
+        self,
+        prefill: RunningWorker | WorkerProcess,
+        decode: RunningWorker | WorkerProcess,
+        *,
+        num_prompt_tokens: int = 22,
+        max_tokens: int = OUTPUT_TOKENS,
+        timeout_s: float = DEADLINE_S,
         local_prefill: bool = False,
     ) -> PairRequest:
         """A request under way between two workers, wherever they run."""
         spec = make_spec(self.prompts.next_id(), self.prompts.draw(num_prompt_tokens), max_tokens)
-        return PairRequest(
-            prefill.address, decode.address, spec, timeout_s=timeout_s, local_prefill=local_prefill
-        )
+        return PairRequest(prefill.address, decode.address, spec, timeout_s=timeout_s, local_prefill=local_prefill)
 
     async def check_serves(
         self, prefill: RunningWorker | WorkerProcess, decode: RunningWorker | WorkerProcess, num_requests: int = 1
@@ -92,7 +95,7 @@ def late_prefill(
     )
 
 
-# -- stopped -------------------------------------------------------------------------------------------------------------
+# -- stopped ----------------------------------------------------------------------------------------------------------
 
 
 async def test_decode_frees_what_a_stopped_prefill_was_shipping_and_serves_others(model: Model) -> None:
@@ -163,7 +166,7 @@ async def test_a_decode_process_stopped_while_it_decodes_goes_on_where_it_was(tm
         worker_process(model.folder, model.config(), "decode_svc") as stopped,
     ):
         request = model.begin(prefill, stopped, max_tokens=40)
-        await until(lambda: len(request.result.token_ids) >= 3)
+        await request.has_tokens(3)
         stopped.send(signal.SIGSTOP)
         num_tokens = len(request.result.token_ids)
         await asyncio.wait([request.decode], timeout=DEADLINE_S / 2)
@@ -173,7 +176,7 @@ async def test_a_decode_process_stopped_while_it_decodes_goes_on_where_it_was(tm
         assert model.prompts.is_right(request)
 
 
-# -- killed --------------------------------------------------------------------------------------------------------------
+# -- killed -----------------------------------------------------------------------------------------------------------
 
 
 async def kill_and_check(process: WorkerProcess, survivor: RunningWorker, *requests: PairRequest) -> None:
@@ -249,7 +252,7 @@ async def test_prefill_killed_while_decode_runs_costs_nothing(tmp_path: Path) ->
         worker_process(tmp_path, model.config(), "prefill_svc") as prefill,
     ):
         request = model.begin(prefill, decode)
-        await until(lambda: len(request.result.token_ids) >= 3)
+        await request.has_tokens(3)
         prefill.send(signal.SIGKILL)
         await request.finished()
         assert model.prompts.is_right(request)
@@ -296,14 +299,14 @@ async def test_decode_killed_while_it_decodes(tmp_path: Path) -> None:
         worker_process(tmp_path, model.config(), "decode_svc") as decode,
     ):
         request = model.begin(prefill, decode, max_tokens=200)
-        await until(lambda: len(request.result.token_ids) >= 3)
+        await request.has_tokens(3)
         decode.send(signal.SIGKILL)
         assert isinstance(await failure_of(request.decode), Unavailable)
         await request.end(Ending.CHANNELS)
         await assert_idle(prefill)
 
 
-# -- asked to go ---------------------------------------------------------------------------------------------------------
+# -- asked to go ------------------------------------------------------------------------------------------------------
 
 
 async def test_sigterm_lets_a_running_decode_finish_and_refuses_new_ones(tmp_path: Path) -> None:
@@ -375,7 +378,7 @@ async def test_sigterm_twice_ends_at_once_with_a_status(tmp_path: Path, step_del
         assert "Traceback" not in decode.log.read_text()
 
 
-# -- that cannot start ---------------------------------------------------------------------------------------------------
+# -- that cannot start ------------------------------------------------------------------------------------------------
 
 
 async def test_what_keeps_a_worker_from_starting_is_one_line_and_a_failure(tmp_path: Path) -> None:

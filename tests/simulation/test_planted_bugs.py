@@ -16,6 +16,7 @@ from engine.sequence import Sequence
 from kvferry.errors import KvferryError
 from kvferry.sampling import Finish
 from kvtransfer import receiver
+from prefill_svc.task import PrefillTask
 from router.events import (
     Action,
     Committed,
@@ -153,6 +154,12 @@ def test_a_reservation_that_is_never_released_is_found(monkeypatch: pytest.Monke
 def test_a_receiver_that_never_gives_up_a_bad_block_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiver.ShipReceiver, "on_block_written", lambda self, block_index, *, digest_ok: [])
     _assert_found(Parts(), 10, "never ended|still holds|no fault had touched")
+
+
+def test_a_refusal_that_fails_the_request_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by the simulator: NOT_FOUND of a receiver that had lost the attempt reached the client."""
+    monkeypatch.setattr(PrefillTask, "on_ship_failed", PrefillTask.on_failed)
+    _assert_found(Parts(), 150, "an error that misleads its client")
 
 
 def _assert_found(parts: Parts, num_seeds: int, message: str) -> None:

@@ -1,4 +1,4 @@
-"""`python -m tests.support.faulty_prefill BLOCK_INDEX DELAY_S …`: a prefill worker whose shipments send that block late."""
+"""`python -m tests.support.faulty_prefill BLOCK_INDEX DELAY_S …`: a prefill worker that sends that block late."""
 
 from __future__ import annotations
 

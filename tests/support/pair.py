@@ -13,7 +13,16 @@ from engine.scripted import ScriptConfig, reference_continuation
 from kvferry.worker_process import RunningWorker
 from kvtransfer.faults import Fault, FaultKind
 from tests.support.pair_request import PairRequest
-from tests.support.workers import assert_idle, make_spec, running_pair, scripted_config, scripted_folder, set_faults
+from tests.support.workers import (
+    assert_idle,
+    core_of,
+    make_spec,
+    running_pair,
+    scripted_config,
+    scripted_folder,
+    set_faults,
+    until,
+)
 
 PROMPT_TOKENS = 22
 """Five full blocks of four and a partial one."""
@@ -53,12 +62,12 @@ class Pair:
         self.prefill, self.decode = prefill, decode
         self.prompts = Prompts(script)
 
-    def begin(
-        self, prompt: list[int] | None = None, max_tokens: int = OUTPUT_TOKENS, *, timeout_s: float = 5.0, **spec: Any
-    ) -> PairRequest:
+    def begin(self, prompt: list[int] | None = None, max_tokens: int = OUTPUT_TOKENS, **spec: Any) -> PairRequest:
         """A request under way; `spec` as for `make_spec`."""
-        made = make_spec(spec.pop("request_id", self.prompts.next_id()), prompt or self.prompts.draw(), max_tokens, **spec)
-        return PairRequest(self.prefill.address, self.decode.address, made, timeout_s=timeout_s)
+        made = make_spec(
+            spec.pop("request_id", self.prompts.next_id()), prompt or self.prompts.draw(), max_tokens, **spec
+        )
+        return PairRequest(self.prefill.address, self.decode.address, made)
 
     async def check_serves(self, prompt: list[int] | None = None, **spec: Any) -> PairRequest:
         """LIVE and EQ: a whole request gets the right tokens."""
@@ -73,6 +82,11 @@ class Pair:
 
     def delay_block(self, block_index: int, delay_s: float) -> None:
         self.set_faults(Fault(FaultKind.DELAY, block_index, delay_s=delay_s))
+
+    async def has_computed(self, request: PairRequest, num_tokens: int) -> None:
+        """Returns when prefill has computed so many tokens of the prompt."""
+        sequences, seq_id = core_of(self.prefill).sequences, request.spec.id.seq_id
+        await until(lambda: seq_id in sequences and sequences[seq_id].num_computed_tokens >= num_tokens)
 
     @property
     def num_arrived_blocks(self) -> int:

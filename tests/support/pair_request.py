@@ -13,7 +13,7 @@ from kvferry.rpc import HeartbeatWriter, RpcChannel
 from kvferry.spec import SequenceSpec
 from kvferry.wire import spec_to_pb
 from proto.kvferry.v1 import worker_pb2, worker_pb2_grpc
-from tests.support.workers import PairCaller, PairResult
+from tests.support.workers import PairCaller, PairResult, until
 
 
 class Ending(enum.Enum):
@@ -65,6 +65,10 @@ class PairRequest:
             await self.end(Ending.CHANNELS)
         return self.result
 
+    async def has_tokens(self, num_tokens: int) -> None:
+        """Returns when so many have come."""
+        await until(lambda: len(self.result.token_ids) >= num_tokens)
+
     async def end(self, ending: Ending) -> None:
         """Ends the calls in this way and waits for those it ends; without effect on calls that are over."""
         if ending is Ending.CHANNELS:
@@ -77,6 +81,9 @@ class PairRequest:
     async def _decode(self) -> None:
         try:
             await self._talk_to_decode()
+        except asyncio.CancelledError:
+            if self.result.finish is None:
+                raise
         finally:
             self.registered.cancel()  # of no effect once it is answered; else nobody will
 
@@ -117,6 +124,8 @@ class PairRequest:
         registered = await asyncio.shield(self.registered)
         caller = PairCaller(*self._channels, timeout_s=self._timeout_s)
         await caller.prefill(self.spec, registered, self.result)
+        if self.result.committed is None and self.result.finish is not None:  # the first token was the last
+            self.decode.cancel()
 
 
 def _retrieve(call: asyncio.Future[None]) -> None:

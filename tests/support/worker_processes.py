@@ -74,9 +74,7 @@ def started(folder: Path, config: Config, *arguments: str) -> Iterator[tuple[sub
     command = [sys.executable, "-m", *arguments, "--config", str(config_file), "--worker-id", name]
     with (
         log.open("wb") as stderr,
-        subprocess.Popen(
-            command, cwd=ROOT, env=child_environment(1), stdout=subprocess.PIPE, stderr=stderr
-        ) as process,
+        subprocess.Popen(command, cwd=ROOT, env=child_environment(1), stdout=subprocess.PIPE, stderr=stderr) as process,
     ):
         try:
             yield process, log

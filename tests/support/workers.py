@@ -113,6 +113,10 @@ class PairResult:
     token_ids: list[int] = field(default_factory=list)
     finish: Any = None
 
+    def is_finished(self) -> bool:
+        """Whether the last token came; it may be prefill's or decode's to bring."""
+        return self.finish is not None
+
 
 def make_spec(
     request_id: str,
@@ -181,10 +185,10 @@ class PairCaller:
                         result.done = response.done
 
     async def _read_tokens(self, decode: Any, prefill: asyncio.Future[None], result: PairResult) -> None:
-        while result.finish is None:
+        while not result.is_finished():
             reading = asyncio.ensure_future(decode.read())
             await asyncio.wait([reading, prefill], return_when=asyncio.FIRST_COMPLETED)
-            if prefill.done() and (result.finish is not None or prefill.exception()):
+            if prefill.done() and (result.is_finished() or prefill.exception()):
                 reading.cancel()
                 return
             response = await reading

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 
 import pytest
@@ -14,25 +15,21 @@ from tests.unit.router.conftest import Router, StartRouter, ask
 OUTPUT = list(range(35, 60))
 
 
-async def workers(router: Router) -> dict[str, pb.WorkerInfo]:
-    response = await router.channel.unary(router.stub.ListWorkers, pb.ListWorkersRequest())
-    return {f"{worker.role} {worker.address}": worker for worker in response.workers}
-
-
 async def changed_until(router: Router, state: str, address: str) -> pb.WorkerInfo:
     """The worker once it has reached that state."""
-    while True:
-        known = {worker.address: worker for worker in (await workers(router)).values()}
-        if known[address].state == state:
-            return known[address]
-        await router.app.membership.wait_changed()
+    membership = router.app.membership
+    worker = next(worker for worker in membership.workers if worker.address == address)
+    async with asyncio.timeout(10):
+        while worker.state.value != state:
+            await membership.wait_changed()
+    return worker.to_pb()
 
 
 async def test_list_shows_every_worker(start_router: StartRouter) -> None:
     async with FakeNetwork(OUTPUT, num_decode=2) as network, start_router(network) as router:
         for address in network.decode_addresses:
             await changed_until(router, "ready", address)
-        shown = (await workers(router)).values()
+        shown = (await router.channel.unary(router.stub.ListWorkers, pb.ListWorkersRequest())).workers
         assert [(worker.id, worker.role, worker.state) for worker in shown] == [
             ("prefill-0", "prefill", "ready"),
             ("decode-0", "decode", "ready"),

@@ -50,7 +50,7 @@ async def test_started_is_finished_plus_failed_plus_cancelled(start_router: Star
         await network.all_ended()
         await router.app.drain(1.0)
         assert outcomes(router) == {
-            ("finished", "decoding"): 2,
+            ("finished", "done"): 2,
             ("failed", "validation"): 1,
             ("failed", "registering"): 1,
             ("cancelled", "decoding"): 1,

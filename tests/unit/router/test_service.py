@@ -312,14 +312,18 @@ async def _drain(call: object) -> None:
 async def test_abort_ends_with_what_there_is(start_router: StartRouter, by: str) -> None:
     async with FakeNetwork(OUTPUT) as network, start_router(network) as router:
         network.hold(Point.TOKEN, 3)
-        answering = asyncio.create_task(router.generate(ask(label="mine")))
-        await network.reached(Point.TOKEN, 3)
-        name = network.calls[0].spec.id.request_id if by == "id" else "mine"
-        response = await router.channel.unary(router.stub.Abort, pb.AbortRequest(request_ids=[name, "unknown"]))
-        assert list(response.aborted_request_ids) == [name]
-        answer = await answering
-        assert answer.token_ids == OUTPUT[:3]
-        assert answer.finish.finish.reason == types_pb2.FINISH_REASON_CANCELLED
+        async with router.channel.stream(router.stub.Generate, ask(label="mine"), timeout_s=10) as call:
+            messages = aiter(call)
+            name = (await anext(messages)).started.server_request_id if by == "id" else "mine"
+            ids: list[int] = []
+            while len(ids) < 3:
+                ids += (await anext(messages)).delta.token_ids
+            response = await router.channel.unary(router.stub.Abort, pb.AbortRequest(request_ids=[name, "unknown"]))
+            assert list(response.aborted_request_ids) == [name]
+            rest = [message async for message in messages]
+        assert ids == OUTPUT[:3]
+        assert [message.WhichOneof("event") for message in rest] == ["finish", "completed"]
+        assert rest[0].finish.finish.reason == types_pb2.FINISH_REASON_CANCELLED
         await network.all_ended()
 
 
@@ -333,8 +337,9 @@ async def test_duplicate_labels_are_two_requests(start_router: StartRouter) -> N
 async def test_time_limit_ends_with_what_there_is(start_router: StartRouter) -> None:
     async with FakeNetwork(OUTPUT) as network, start_router(network) as router:
         network.hold(Point.TOKEN, 2)
-        answer = await router.generate(ask(stopping=pb.StoppingOptions(time_limit_s=0.2)))
-        assert answer.token_ids == OUTPUT[:2]
+        answer = await router.generate(ask(stopping=pb.StoppingOptions(time_limit_s=0.3)))
+        assert answer.token_ids == OUTPUT[: len(answer.token_ids)]
+        assert answer.completed.usage.completion_tokens == len(answer.token_ids) <= 2
         assert answer.finish.finish.reason == types_pb2.FINISH_REASON_DEADLINE
         await network.all_ended()
 
