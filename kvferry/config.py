@@ -79,6 +79,8 @@ class RouterConfig(_Frozen):
     """Requests in flight and waiting; each may hold a full prompt in memory, so the number is bounded."""
     max_attempts: int = Field(default=3, ge=1, le=10)
     """Tries of one request without progress."""
+    recovery_wait_s: float = Field(default=60.0, ge=0.0)
+    """How long a request whose tokens are under way waits for a worker to come back; long enough for a restart."""
     retry_budget: float = Field(default=0.1, ge=0.0, le=1.0)
     """Retries without progress as a share of requests."""
 

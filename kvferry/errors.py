@@ -7,6 +7,7 @@
     ├── FailedPrecondition    layout, model or version mismatch between processes
     ├── ResourceExhausted     no room now (or never, then `retry_after_s` is None)
     ├── Unavailable           a peer is gone or not there yet
+    │   └── TargetUnavailable the decode worker a prefill was to ship to
     ├── DeadlineExceeded      the deadline passed, also while waiting in a queue
     ├── Cancelled             the caller went away
     ├── DataLoss              a block's digest stayed wrong after a repeat
@@ -79,6 +80,12 @@ class Unavailable(KvferryError):
 
     status = grpc.StatusCode.UNAVAILABLE
     reason = "UNAVAILABLE"
+
+
+class TargetUnavailable(Unavailable):
+    """A prefill's decode worker is gone, stalled, or refused the shipment; the prefill worker itself is fine."""
+
+    reason = "SHIP_TARGET_UNAVAILABLE"
 
 
 class DeadlineExceeded(KvferryError):

@@ -13,12 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.outputs import ChunkComputed, Output, SequenceFailed, SequenceStarted, TokenSampled
-from kvferry.errors import Cancelled, DataLoss, Internal, KvferryError, Unavailable
+from kvferry.errors import Cancelled, DataLoss, Internal, KvferryError, TargetUnavailable
 from kvferry.sampling import Finish
 from kvtransfer.sender import ShipSummary
 
-_SHIP_ERRORS = (Unavailable, DataLoss, Internal, Cancelled)
-"""What a shipment may fail with and the router may hear: all of it can be tried again."""
+_OWN_ERRORS = (DataLoss, Internal, Cancelled)
+"""What a shipment may fail with that does not say that its target is at fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +121,12 @@ class PrefillTask:
     def on_ship_failed(self, error: KvferryError) -> list[TaskAction]:
         """The shipment failed.
 
-        A refusal (a receiver that restarted, or has lost the attempt) is no fault of the request: it says that this
-        pair cannot serve it now, which another may.
+        A silent receiver, or a refusal (it restarted, or has lost the attempt), is no fault of the request: it says
+        that this decode worker cannot serve it now, which another may.
         """
-        is_kept = isinstance(error, _SHIP_ERRORS)
-        return self.on_failed(error if is_kept else Unavailable(f"decode refused the shipment: {error.message}"))
+        if isinstance(error, _OWN_ERRORS):
+            return self.on_failed(error)
+        return self.on_failed(TargetUnavailable(f"the shipment to decode failed: {error.message}"))
 
     def on_failed(self, error: KvferryError) -> list[TaskAction]:
         """Something the attempt needs failed."""

@@ -97,6 +97,7 @@ class RouterApp:
             selector=PairSelector(self.membership),
             retries=RetryBudget(config.router.retry_budget),
             progress_timeout_s=config.transfer.progress_timeout_s,
+            recovery_wait_s=config.router.recovery_wait_s,
             max_attempts=config.router.max_attempts,
             tracer=self._telemetry.tracer,
             count_retry=metrics.count_retry,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-from kvferry.errors import Cancelled, DataLoss, Internal, KvferryError, Unavailable
+from kvferry.errors import Cancelled, DataLoss, Internal, KvferryError, TargetUnavailable, Unavailable
 from kvferry.sampling import Finish, FinishKind
 from router.events import (
     Abort,
@@ -276,7 +276,8 @@ class RequestLifecycle:
         self._prefill_open = False
         if self._committed and len(self._output) > self._base_index:
             return []  # decode has everything: prefill is not needed any more
-        return self._attempt_failed(error, self._prefill_worker)
+        is_targets_fault = isinstance(error, TargetUnavailable)
+        return self._attempt_failed(error, self._decode_worker if is_targets_fault else self._prefill_worker)
 
     def _on_decode_failed(self, error: KvferryError) -> list[Action]:
         self._decode_open = False
@@ -315,11 +316,10 @@ class RequestLifecycle:
             self._excluding = frozenset(blamed)
         else:
             self._failures_without_progress += 1
-            # A second prefill that fails towards the same decode says that decode cannot be reached from there.
-            repeated = self._failures_without_progress > 1 and self._decode_worker is not None
-            self._excluding |= blamed | ({self._decode_worker} if repeated and self._decode_worker else set())
+            self._excluding |= blamed
         if self._failures_without_progress >= self._max_attempts:
-            return self._fail(error)
+            # A worker's CANCELLED is its shutdown; the caller cancelled nothing.
+            return self._fail(Unavailable(error.message) if isinstance(error, Cancelled) else error)
         return [*self._cancel_calls(), *self._next_attempt(error)]
 
     def _cancel_calls(self) -> list[Action]:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from opentelemetry.context import Context
@@ -53,6 +54,9 @@ from router.validation import Request
 
 logger = logging.getLogger(__name__)
 
+RETRY_PAUSE_S = 0.25
+"""How long a retry waits for another worker before it takes one that failed it: time for a broken one to be noticed."""
+
 CLOSING_GRACE_S = 0.25
 """After a good end, how long calls may take to end by themselves: the shipment's figures and overshoot come last."""
 
@@ -65,7 +69,8 @@ class Cluster:
         membership: the workers.
         selector: chooses pairs.
         retries: budget for attempts without progress.
-        progress_timeout_s: longest silence of a worker's stream; a resume waits as long for a worker to come.
+        progress_timeout_s: longest silence of a worker's stream.
+        recovery_wait_s: how long a request whose tokens are under way waits for a worker to come back.
         max_attempts: attempts in a row without progress.
         tracer: makes the attempts' spans.
         count_retry: called with the error that made an attempt necessary.
@@ -75,6 +80,7 @@ class Cluster:
     selector: PairSelector
     retries: RetryBudget
     progress_timeout_s: float
+    recovery_wait_s: float
     max_attempts: int
     tracer: Tracer
     count_retry: Callable[[KvferryError], None]
@@ -248,16 +254,19 @@ class RequestRun:
                 self._events.append(NoWorkers(Unavailable(message, retry_after_s=1.0)))
                 return
         try:
-            self._chosen(self._try_choose(action))
+            self._chosen(self._try_choose(action, allow_excluded=False))
         except Unavailable as error:
-            if self._lifecycle.num_emitted_tokens == 0:
+            if action.cause is None:
                 self._events.append(NoWorkers(error))
-            else:  # the client has part of its answer: wait for a worker to come back
+            else:
                 self._waiting = asyncio.create_task(self._wait_for_pair(action, error))
 
-    def _try_choose(self, action: ChooseWorkers) -> Pair:
+    def _try_choose(self, action: ChooseWorkers, *, allow_excluded: bool) -> Pair:
         return self._cluster.selector.choose(
-            needs_prefill=action.needs_prefill, needs_decode=action.needs_decode, excluding=action.excluding
+            needs_prefill=action.needs_prefill,
+            needs_decode=action.needs_decode,
+            excluding=action.excluding,
+            allow_excluded=allow_excluded,
         )
 
     def _chosen(self, pair: Pair) -> None:
@@ -268,19 +277,36 @@ class RequestRun:
         self.post(WorkersChosen(prefill=names[0], decode=names[1]))
 
     async def _wait_for_pair(self, action: ChooseWorkers, error: Unavailable) -> None:
+        """Waits for a worker that has not failed this request; after a pause one that has will do.
+
+        A client that has part of its answer waits up to `recovery_wait_s` for a worker to come back; one that has
+        nothing yet is told soon, and may try again safely.
+        """
+        begin_s = time.monotonic()
+        limit_s = self._cluster.recovery_wait_s if self._lifecycle.num_emitted_tokens > 0 else 0.0
+        pair = await self._pair_within(RETRY_PAUSE_S, action, allow_excluded=False)
+        while pair is None:
+            try:
+                pair = self._try_choose(action, allow_excluded=True)
+            except Unavailable as again:
+                error = again
+                rest_s = limit_s - (time.monotonic() - begin_s)
+                if rest_s <= 0:
+                    self.post(NoWorkers(error))
+                    return
+                pair = await self._pair_within(rest_s, action, allow_excluded=True)
+        self._chosen(pair)
+
+    async def _pair_within(self, timeout_s: float, action: ChooseWorkers, *, allow_excluded: bool) -> Pair | None:
+        """A pair as soon as a change of the membership allows one; None after `timeout_s`."""
         try:
-            async with asyncio.timeout(self._cluster.progress_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 while True:
                     await self._cluster.membership.wait_changed()
-                    try:
-                        pair = self._try_choose(action)
-                    except Unavailable as again:
-                        error = again
-                        continue
-                    self._chosen(pair)
-                    return
+                    with suppress(Unavailable):
+                        return self._try_choose(action, allow_excluded=allow_excluded)
         except TimeoutError:
-            self.post(NoWorkers(error))
+            return None
 
     def _open_decode(self, action: OpenDecode) -> None:
         assert self._pair.decode is not None

@@ -26,8 +26,12 @@ class PairSelector:
         self._membership = membership
         self._turns = itertools.count()
 
-    def choose(self, *, needs_prefill: bool, needs_decode: bool, excluding: frozenset[str]) -> Pair:
+    def choose(
+        self, *, needs_prefill: bool, needs_decode: bool, excluding: frozenset[str], allow_excluded: bool = True
+    ) -> Pair:
         """The least loaded pair, without the addresses in `excluding` where others are ready.
+
+        With `allow_excluded` an excluded worker serves where no other is ready.
 
         Raises Unavailable naming the role, the addresses and why each is not ready. A role that is missing refuses the
         attempt even where it needs only the other, so that nothing reaches half a pair.
@@ -37,13 +41,15 @@ class PairSelector:
             raise Unavailable("; ".join(missing), retry_after_s=1.0)
         turn = next(self._turns)
         return Pair(
-            prefill=self._best(Role.PREFILL, excluding, turn) if needs_prefill else None,
-            decode=self._best(Role.DECODE, excluding, turn) if needs_decode else None,
+            prefill=self._best(Role.PREFILL, excluding, allow_excluded, turn) if needs_prefill else None,
+            decode=self._best(Role.DECODE, excluding, allow_excluded, turn) if needs_decode else None,
         )
 
-    def _best(self, role: Role, excluding: frozenset[str], turn: int) -> Worker:
+    def _best(self, role: Role, excluding: frozenset[str], allow_excluded: bool, turn: int) -> Worker:
         ready = self._membership.ready(role)
         others = [worker for worker in ready if worker.address not in excluding]
+        if not others and not allow_excluded:
+            raise Unavailable(f"every ready {role.value} worker has failed this request before", retry_after_s=1.0)
         return _least_loaded(others or ready, turn)
 
 

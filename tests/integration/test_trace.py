@@ -1,4 +1,4 @@
-"""One trace a request: the whole tree of spans across client, router, prefill and decode, and on the ways it can fail."""
+"""One trace a request: the whole tree of spans over client, router, prefill and decode, and on the ways it can fail."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.scripted import reference_continuation
-from kvferry.errors import FailedPrecondition, ResourceExhausted, Unavailable
+from kvferry.errors import ResourceExhausted, TargetUnavailable, Unavailable
 from kvferry.rpc import RpcChannel
 from proto.kvferry.v1 import types_pb2, worker_pb2
 from tests.support.workers import (
@@ -108,7 +108,7 @@ async def test_a_resumed_attempt_continues_at_its_index(folder: Path) -> None:
 async def test_workers_of_different_layouts_refuse_each_other_naming_both_values(folder: Path) -> None:
     small, big = scripted_config(folder, block_size=4), scripted_config(folder, block_size=8)
     async with running_pair(small, big) as (prefill, decode, caller):
-        with pytest.raises(FailedPrecondition, match="block_size: 8 here, 4 there"):
+        with pytest.raises(TargetUnavailable, match="block_size: 8 here, 4 there"):
             await caller.generate(make_spec("a", random_prompt(0, 20), 5))
         await assert_idle(prefill, decode)
 

@@ -49,7 +49,7 @@ def chat_folder(folder: Path, **script: object) -> Path:
 
 
 def deployment_config(folder: Path, *, dtype: str = "float32", timeout_s: float = 5.0, **engine: Any) -> Config:
-    """Configuration of a deployment over a model folder; small blocks and a small pool unless `engine` says otherwise."""
+    """Configuration over a model folder; small blocks and a small pool unless `engine` says otherwise."""
     values = {"block_size": 4, "num_blocks": 128, **engine}
     return Config(
         model=ModelConfig(name=folder.name, path=str(folder), dtype=dtype),  # type: ignore[arg-type]

@@ -6,7 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.errors import Cancelled, DataLoss, FailedPrecondition, Internal, KvferryError, Unavailable
+from kvferry.errors import (
+    Cancelled,
+    DataLoss,
+    FailedPrecondition,
+    Internal,
+    KvferryError,
+    TargetUnavailable,
+    Unavailable,
+)
 from kvferry.sampling import Finish, FinishKind
 from router.events import (
     Abort,
@@ -197,7 +205,10 @@ def test_three_attempts_without_progress(error: KvferryError) -> None:
     for attempt in (1, 2, 3):
         life.handle(WorkersChosen("p0", "d0"))
         actions = life.handle(DecodeFailed(attempt, error))
-    assert actions == [Failed(error)]
+    (failed,) = actions
+    assert isinstance(failed, Failed) and failed.error.message == error.message
+    # A worker's CANCELLED is its shutdown: the caller cancelled nothing and may try again.
+    assert type(failed.error) is (Unavailable if isinstance(error, Cancelled) else type(error))
     assert life.attempt == 3
 
 
@@ -213,14 +224,16 @@ def test_progress_resets_the_count() -> None:
         assert isinstance(actions[-1], ChooseWorkers)
 
 
-def test_second_failing_prefill_towards_one_decode_blames_decode_too() -> None:
+def test_a_shipment_that_fails_blames_decode_and_not_prefill() -> None:
     life = at_prefilling()
-    life.handle(PrefillFailed(1, GONE))
-    life.handle(WorkersChosen("p1", "d0"))
-    life.handle(Registered(2, 5, "d0:9"))
+    choose = life.handle(PrefillFailed(1, TargetUnavailable("decode refused")))[-1]
+    assert isinstance(choose, ChooseWorkers)
+    assert choose.excluding == {"d0"}
+    life.handle(WorkersChosen("p0", "d1"))
+    life.handle(Registered(2, 5, "d1:9"))
     choose = life.handle(PrefillFailed(2, GONE))[-1]
     assert isinstance(choose, ChooseWorkers)
-    assert choose.excluding == {"p0", "p1", "d0"}
+    assert choose.excluding == {"d0", "p0"}
 
 
 def test_messages_of_an_older_attempt_change_nothing() -> None:

@@ -197,7 +197,7 @@ async def test_a_lone_decode_that_comes_back_in_mid_stream(start_router: StartRo
 
 
 async def test_a_lone_decode_that_stays_dead_is_never_a_clean_end(start_router: StartRouter) -> None:
-    async with FakeNetwork(OUTPUT) as network, start_router(network, progress_timeout_s=0.6) as router:
+    async with FakeNetwork(OUTPUT) as network, start_router(network, recovery_wait_s=0.6) as router:
         network.hold(Point.TOKEN, 6)
         answering = asyncio.create_task(router.generate(ask(max_tokens=12)))
         await network.reached(Point.TOKEN, 6)
