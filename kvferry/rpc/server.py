@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
@@ -23,7 +24,7 @@ from opentelemetry.context import Context, attach
 from opentelemetry.trace import INVALID_SPAN, NoOpTracer, Span, SpanKind, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from kvferry.errors import Cancelled, FailedPrecondition, Internal, KvferryError, Unavailable
+from kvferry.errors import Cancelled, FailedPrecondition, Internal, InvalidArgument, KvferryError, Unavailable
 from kvferry.rpc.listen import check_can_listen
 from kvferry.rpc.options import DEFAULT_MAX_MESSAGE_BYTES, server_options
 from kvferry.rpc.status import status_details
@@ -157,6 +158,22 @@ async def _first_of(*events: asyncio.Event | None) -> None:
             wait.cancel()
 
 
+def _careful(parse: Callable[[bytes], Any], *, raises: bool) -> Callable[[bytes], Any]:
+    """`parse`, but bytes that are no message become InvalidArgument: raised to the handler that reads a stream, handed
+    to the wrapper of one that gets a single request (the library parses before any handler runs)."""
+
+    def parse_or_refuse(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError as error:
+            refusal = InvalidArgument("request", f"not a valid message: {error}")
+            if raises:
+                raise refusal from error
+            return refusal
+
+    return parse_or_refuse
+
+
 class _ServerInterceptor(grpc.aio.ServerInterceptor):
     """Around every handler of ours: trace, error mapping, accounting. The health and reflection services pass by."""
 
@@ -177,7 +194,8 @@ class _ServerInterceptor(grpc.aio.ServerInterceptor):
         assert not inspect.isasyncgenfunction(behavior), "stream handlers are coroutines that use context.write"
         wrapped = self._wrap(behavior, handler_call_details.method.lstrip("/"))
         make = getattr(grpc, f"{'_'.join(kind)}_rpc_method_handler")
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+        parse = _careful(handler.request_deserializer, raises=handler.request_streaming)
+        return make(wrapped, parse, handler.response_serializer)
 
     def _wrap(self, behavior: Callable[[Any, Any], Awaitable[_T]], method: str) -> Callable[[Any, Any], Awaitable[_T]]:
         async def call(request: Any, context: ServicerContext[Any, Any]) -> _T:
@@ -187,6 +205,8 @@ class _ServerInterceptor(grpc.aio.ServerInterceptor):
             # Current for this task and those it starts; it ends with the task, so nothing is ever detached.
             attach(set_span_in_context(span))
             try:
+                if isinstance(request, InvalidArgument):
+                    raise request
                 return await behavior(request, context)
             except BaseException as error:
                 await self._fail(error, method, context, span)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
+from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 
 from engine.scripted import load_script_config, reference_continuation
@@ -171,3 +174,51 @@ async def test_bad_requests_are_refused_by_name_and_good_ones_go_on(config: Conf
             assert (await ask(deployment, prompt, 3)).choices[0].token_ids == oracle(config, prompt, 3), name
         await deployment.assert_idle()
         assert sum(core_of(worker).num_steps for worker in deployment.prefill) < 60
+
+
+@pytest.mark.parametrize("data", [b"\x1a\x03\xff\xfe\xfd", b"\xff\xff\xff\xff"], ids=["bad utf-8", "garbage"])
+async def test_bytes_that_are_no_message_are_refused_and_nothing_dies(config: Config, data: bytes) -> None:
+    async with running_deployment(config) as deployment:
+        addresses = {
+            "/kvferry.v1.InferenceService/Generate": deployment.router.address,
+            "/kvferry.v1.PrefillService/Prefill": deployment.prefill[0].address,
+        }
+        for method, address in addresses.items():
+            async with grpc.aio.insecure_channel(address) as channel:
+                unary: Any = channel.unary_stream(method)
+                call = unary(data)
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call.read()
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        for method in ("/kvferry.v1.DecodeService/Decode", "/kvferry.v1.ShipService/Ship"):
+            async with grpc.aio.insecure_channel(deployment.decode[0].address) as channel:
+                duplex: Any = channel.stream_stream(method)
+                stream = duplex()
+                await stream.write(data)
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await stream.read()
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        prompt = random_prompt(1, 6)
+        assert (await ask(deployment, prompt, 3)).choices[0].token_ids == oracle(config, prompt, 3)
+        await deployment.assert_idle()
+
+
+async def test_two_hundred_cancels_at_random_moments_leave_nothing(tmp_path: Path) -> None:
+    config = deployment_config(chat_folder(tmp_path / "model", step_delay_s=0.002), max_chunk_tokens=8, num_blocks=64)
+    rng = random.Random(0)
+    async with running_deployment(config, num_prefill=2, num_decode=2) as deployment:
+
+        async def one(number: int) -> None:
+            prompt = random_prompt(number, 1 + number % 50)
+            asking = asyncio.ensure_future(ask(deployment, prompt, 30))
+            done, _ = await asyncio.wait([asking], timeout=rng.random() * 0.3)
+            if done:
+                assert asking.result().choices[0].token_ids == oracle(config, prompt, 30)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+        for start in range(0, 200, 16):
+            await asyncio.gather(*(one(number) for number in range(start, start + 16)))
+        await deployment.assert_idle()
+        prompt = random_prompt(9, 30)
+        assert (await ask(deployment, prompt, 30)).choices[0].token_ids == oracle(config, prompt, 30)
