@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,7 +75,7 @@ async def _split(
         return [result.token_ids for result in results[: len(cases)]]
 
 
-def _changed(sampling: SamplingParams) -> dict[str, object]:
+def _changed(sampling: SamplingParams) -> dict[str, Any]:
     names = ("temperature", "top_k", "top_p", "min_p", "seed")
     return {name: getattr(sampling, name) for name in names}
 

@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 KVFERRY = [sys.executable, "-m", "kvferry.cli.app"]
@@ -88,10 +88,8 @@ def test_generate_answers_with_ids_text_usage_and_timings(up: dict[str, Any]) ->
 
 
 def test_health_and_metrics_are_served(up: dict[str, Any]) -> None:
-    with urllib.request.urlopen(f"{up['http']}/health", timeout=10) as answer:
-        assert answer.status == 200
-    with urllib.request.urlopen(f"{up['http']}/metrics", timeout=10) as answer:
-        metrics = answer.read().decode()
+    assert httpx.get(f"{up['http']}/health", timeout=10).status_code == 200
+    metrics = httpx.get(f"{up['http']}/metrics", timeout=10).text
     assert "gen_ai_server_time_to_first_token_seconds_count" in metrics
     assert "kvferry_requests_total" in metrics
 
