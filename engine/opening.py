@@ -12,7 +12,7 @@ from engine.core import EngineCore, EngineLimits
 from engine.local import generate
 from engine.loop import EngineLoop
 from engine.outputs import Output
-from engine.runner import RunnerConfig, open_runner
+from engine.runner import Runner, RunnerConfig, open_runner
 from engine.sequence import Sequence
 from kvferry.config import Config
 from kvferry.errors import FailedPrecondition
@@ -51,8 +51,8 @@ def open_core(config: Config) -> EngineCore:
         num_watermark_blocks=max(1, int(engine.watermark * runner.num_blocks)),
         prefix_caching=engine.prefix_caching,
     )
+    warm_up(runner)
     core = EngineCore(runner, limits)
-    warm_up(core)
     log_event(
         logger,
         "pool_ready",
@@ -64,11 +64,12 @@ def open_core(config: Config) -> EngineCore:
     return core
 
 
-def warm_up(core: EngineCore) -> None:
-    """One prefill and one decode step, leaving nothing behind."""
-    token_ids = [0] * max(1, min(core.layout.block_size, core.runner.max_context - 2))
-    sampling = SamplingParams(max_tokens=2, temperature=0.0)
-    result = generate(core, [Sequence("warm-up", token_ids, sampling, use_prefix_cache=False)])["warm-up"]
+def warm_up(runner: Runner) -> None:
+    """One prefill and one decode step in an engine of their own, so that no figure counts them."""
+    core = EngineCore(runner, EngineLimits(prefix_caching=False))
+    token_ids = [0] * max(1, min(core.layout.block_size, runner.max_context - 2))
+    sequence = Sequence("warm-up", token_ids, SamplingParams(max_tokens=2, temperature=0.0))
+    result = generate(core, [sequence])["warm-up"]
     if result.error is not None:
         raise FailedPrecondition(f"the warm-up step failed: {result.error.message}")
 

@@ -121,11 +121,6 @@ class Metrics:
         self.tokens = Counter("kvferry_tokens", "Tokens of ended requests.", ("kind",), registry=registry)
         self.requests_running = Gauge("kvferry_requests_running", "Requests in flight.", registry=registry)
         self.retries = Counter("kvferry_retries", "Attempts after the first.", ("reason",), registry=registry)
-        self.blocks = Gauge("kvferry_blocks", "Blocks of the pool by state.", ("state",), registry=registry)
-        self.preemptions = Counter("kvferry_preemptions", "Sequences preempted.", registry=registry)
-        self.blocks_shipped = Counter("kvferry_blocks_shipped", "Blocks sent or received.", registry=registry)
-        self.shipped_bytes = Counter("kvferry_shipped_bytes", "Bytes of block contents.", registry=registry)
-        self.nacks = Counter("kvferry_block_nacks", "Blocks whose digest was wrong on arrival.", registry=registry)
         self.spans_dropped = Counter("kvferry_spans_dropped", "Spans that reached no collector.", registry=registry)
 
 

@@ -32,6 +32,7 @@ class CallContext:
     """What a call of an attempt is made with.
 
     Attributes:
+        request_id: for the log.
         attempt: number of the attempt; its events carry it.
         parent: the attempt's span.
         timeout_s: rest of the client's deadline, None without one.
@@ -40,6 +41,7 @@ class CallContext:
         ledger: takes the figures.
     """
 
+    request_id: str
     attempt: int
     parent: Context
     timeout_s: float | None
@@ -88,7 +90,9 @@ class WorkerCall(ABC):
             logger,
             "attempt_call_failed",
             level=logging.WARNING,
+            request=self._context.request_id,
             worker=self._worker.name,
+            address=self._worker.address,
             role=self._worker.role.value,
             attempt=self._context.attempt,
             error=failure.message,

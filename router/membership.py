@@ -20,7 +20,7 @@ from kvferry.errors import KvferryError, Unavailable
 from kvferry.rpc import RpcChannel, read_with_progress_deadline
 from kvferry.telemetry import log_event
 from proto.kvferry.v1 import worker_pb2, worker_pb2_grpc
-from router.worker import MemberState, Role, ServedModel, Worker, WorkerStatus
+from router.worker import NOT_REACHED, MemberState, Role, ServedModel, Worker, WorkerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -157,11 +157,14 @@ class Membership:
     def _set(self, worker: Worker, state: MemberState, reason: str) -> None:
         if (worker.state, worker.reason) == (state, reason):
             return
-        if worker.state is not state:
-            level = logging.WARNING if state in (MemberState.CONNECTING, MemberState.REFUSED) else logging.INFO
+        is_lost = state is MemberState.CONNECTING
+        was_never_there = worker.state is state and worker.reason == NOT_REACHED
+        if worker.state is not state or was_never_there:
+            level = logging.WARNING if is_lost or state is MemberState.REFUSED else logging.INFO
+            event = "unreachable" if was_never_there else "lost" if is_lost else state.value
             log_event(
                 logger,
-                f"worker_{state.value}",
+                f"worker_{event}",
                 level=level,
                 worker=worker.name,
                 role=worker.role.value,

@@ -26,7 +26,7 @@ REFUSED_PHASE = "validation"
 """Phase of requests that end before they run."""
 DONE_PHASE = "done"
 
-WORKER_LABELS = ("worker", "role")
+WORKER_LABELS = ("worker", "role", "address")  # two workers may have been given one name
 
 
 @dataclass(slots=True)
@@ -34,12 +34,16 @@ class RequestRecord:
     """What the metrics need to know of one request; its handler fills it in.
 
     Attributes:
+        request_id: made by the router; empty while the request is not accepted.
+        label: the caller's.
         phase: where the request was when it ended.
     """
 
     ledger: RequestLedger = field(default_factory=RequestLedger)
     model: str = ""
     tier: str = ""
+    request_id: str = ""
+    label: str = ""
     phase: str = REFUSED_PHASE
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -177,5 +181,5 @@ class WorkerCollector(Collector):
         return family
 
 
-def _labels(worker: Worker) -> tuple[str, str]:
-    return (worker.name, worker.role.value)
+def _labels(worker: Worker) -> tuple[str, str, str]:
+    return (worker.name, worker.role.value, worker.address)

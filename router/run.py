@@ -337,6 +337,7 @@ class RequestRun:
 
     def _call_context(self, attempt: int) -> CallContext:
         return CallContext(
+            request_id=self._prepared.id,
             attempt=attempt,
             parent=self._spans.context,
             timeout_s=self._rest_of_deadline_s(),

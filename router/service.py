@@ -32,6 +32,7 @@ from router.messages import completed, started
 from router.metrics import RequestRecord, RouterMetrics
 from router.outbox import Outbox
 from router.output import ChoiceOutput
+from router.request_log import logged
 from router.run import Cluster, PreparedRequest, RequestRun
 from router.text.tokenizer import PromptLimits, TextTokenizer
 from router.tracing import describe_outcome, describe_request
@@ -92,7 +93,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: pb.GenerateRequest, context: ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
     ) -> None:
         deadline_s = _deadline_s(context.time_remaining())
-        with self._parts.metrics.request() as record:
+        with self._parts.metrics.request() as record, logged(record):
             if self._is_draining:
                 raise Unavailable("the router is shutting down", retry_after_s=1.0)
             with self._admission.admit():
@@ -171,9 +172,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> PreparedRequest:
         limits = self.limits()
         request = validate(message, limits, lambda: secrets.randbelow(SEED_LIMIT))
-        record.model, record.tier = request.model, request.tier
+        record.model, record.tier, record.label = request.model, request.tier, request.label
         span = trace.get_current_span()
         server_id = uuid.uuid4().hex
+        record.request_id = server_id
         describe_request(span, request, server_id)
         started_s = time.monotonic()
         with self._parts.telemetry.span(SpanNames.TOKENIZE):

@@ -90,6 +90,10 @@ class WorkerStatus:
         )
 
 
+NOT_REACHED = "not reached yet"
+"""Reason of a worker that has not answered since the router began."""
+
+
 class Worker:
     """One configured worker: its channel, its state, and the requests this router runs there.
 
@@ -108,7 +112,7 @@ class Worker:
         self.channel = channel
         self.num_requests = 0
         self.state = MemberState.CONNECTING
-        self.reason = "not reached yet"
+        self.reason = NOT_REACHED
         self.status: WorkerStatus | None = None
         self.was_accepted = False
 
@@ -146,9 +150,9 @@ class Worker:
             reason=self.reason,
             num_requests=self.num_requests,
         )
-        if self.status is not None:
+        if self.status is not None and self.state is not MemberState.CONNECTING:
             load = self.status.load
             info.pid = self.status.pid
             info.num_blocks = load.num_blocks
-            info.num_free_blocks = load.num_free_blocks + load.num_cached_blocks
+            info.num_available_blocks = load.num_free_blocks + load.num_cached_blocks
         return info

@@ -37,7 +37,7 @@ def workers(
             "pid": [str(worker.pid) for worker in found],
             "address": [worker.address for worker in found],
             "requests": [str(worker.num_requests) for worker in found],
-            "free blocks": [f"{worker.num_free_blocks} of {worker.num_blocks}" for worker in found],
+            "free blocks": [f"{worker.num_available_blocks} of {worker.num_blocks}" for worker in found],
         }
     )
 

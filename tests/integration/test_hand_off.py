@@ -293,7 +293,7 @@ async def test_a_deadline_that_passes_in_the_queue_is_not_computed(tmp_path: Pat
                         pass
         await until(lambda: "late/1" not in core_of(pair.prefill).sequences)
         await ahead.finished()
-        assert core_of(pair.prefill).stats().num_prefill_tokens == 200 + BLOCK  # and the warm-up
+        assert core_of(pair.prefill).stats().num_prefill_tokens == 200
         await pair.check_idle()
 
 
@@ -347,7 +347,7 @@ async def test_a_sequence_that_makes_no_sense_is_refused_naming_the_field(pair: 
     target = worker_pb2.ShipTarget(address=pair.decode.address, epoch=1)
     request = worker_pb2.PrefillRequest(sequence=spec, target=target, progress_timeout_s=timeout_s)
     start = worker_pb2.DecodeStart(sequence=spec, progress_timeout_s=timeout_s)
-    async with asyncio.timeout(2.0):
+    async with asyncio.timeout(5.0):
         with pytest.raises(InvalidArgument, match=words):
             await first_answer_of_prefill(pair.prefill.address, request)
         for local_prefill in (False, True):
@@ -488,7 +488,7 @@ async def test_messages_of_many_sizes_around_the_limit(pair: Pair) -> None:
                 async with channel.stream(stub.Prefill, request) as call:
                     async for _ in call:
                         pass
-        assert core_of(pair.prefill).stats().num_prefill_tokens == BLOCK  # of the warm-up
+        assert core_of(pair.prefill).stats().num_prefill_tokens == 0
 
 
 # -- beside the work, and after it ------------------------------------------------------------------------------------

@@ -57,10 +57,11 @@ class PairRequest:
         for call in (self.decode, self.prefill):
             call.add_done_callback(_retrieve)  # the test may not ask
 
-    async def finished(self) -> PairResult:
-        """The whole result; raises what the request failed with."""
+    async def finished(self, timeout_s: float = 30.0) -> PairResult:
+        """The whole result; raises what the request failed with, and TimeoutError where it hangs."""
         try:
-            await asyncio.gather(self.decode, self.prefill)
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(self.decode, self.prefill)
         finally:
             await self.end(Ending.CHANNELS)
         return self.result

@@ -317,7 +317,7 @@ class ListWorkersResponse(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("id", "role", "pid", "address", "state", "reason", "num_requests", "num_blocks", "num_free_blocks")
+    __slots__ = ("id", "role", "pid", "address", "state", "reason", "num_requests", "num_blocks", "num_available_blocks")
     ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -326,7 +326,7 @@ class WorkerInfo(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_AVAILABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     id: str
     role: str
     pid: int
@@ -335,5 +335,5 @@ class WorkerInfo(_message.Message):
     reason: str
     num_requests: int
     num_blocks: int
-    num_free_blocks: int
-    def __init__(self, id: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., num_requests: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ...) -> None: ...
+    num_available_blocks: int
+    def __init__(self, id: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., num_requests: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_available_blocks: _Optional[int] = ...) -> None: ...

@@ -67,8 +67,10 @@ async def test_workers_are_shown_on_metrics(start_router: StartRouter) -> None:
     async with FakeNetwork(OUTPUT) as network, start_router(network) as router, httpx.AsyncClient() as http:
         response = await http.get(f"{router.app.http_url}/metrics")
         text = response.text
-        assert 'kvferry_worker_blocks{role="decode",state="free",worker="decode-0"} 1000.0' in text
-        assert 'kvferry_worker_ready{role="prefill",worker="prefill-0"} 1.0' in text
+        decode, prefill = network.decode[0].address, network.prefill[0].address
+        blocks = f'kvferry_worker_blocks{{address="{decode}",role="decode",state="free",worker="decode-0"}} 1000.0'
+        assert blocks in text
+        assert f'kvferry_worker_ready{{address="{prefill}",role="prefill",worker="prefill-0"}} 1.0' in text
         assert network.calls == []
 
 
