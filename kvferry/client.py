@@ -68,11 +68,12 @@ class GenerateOptions:
         """The message; raises InvalidArgument for a value its field cannot hold."""
         request = inference_pb2.GenerateRequest(model=self.model, tier=self.tier, request_id=self.request_id)
         _set_prompt(request, self.prompt)
-        for part, names in ((request.sampling, _SAMPLING_FIELDS), (request.stopping, _STOPPING_FIELDS)):
-            for name in names:
-                _set(part, name, getattr(self, name))
-        _extend(request.stopping.stop, "stop", self.stop)
-        _extend(request.stopping.stop_token_ids, "stop_token_ids", self.stop_token_ids)
+        for name in _SAMPLING_FIELDS:
+            _set(request.sampling, f"sampling.{name}", getattr(self, name))
+        for name in _STOPPING_FIELDS:
+            _set(request.stopping, f"stopping.{name}", getattr(self, name))
+        _extend(request.stopping.stop, "stopping.stop", self.stop)
+        _extend(request.stopping.stop_token_ids, "stopping.stop_token_ids", self.stop_token_ids)
         return request
 
 
@@ -82,7 +83,7 @@ _STOPPING_FIELDS = ("max_tokens", "min_tokens", "include_stop_str_in_output", "i
 
 def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
     if isinstance(prompt, str):
-        _set(request, "text", prompt)
+        _set(request, "prompt.text", prompt)
     elif prompt and isinstance(prompt[0], ChatMessage):
         messages = [
             inference_pb2.ChatMessage(role=m.role, content=m.content) for m in prompt if isinstance(m, ChatMessage)
@@ -90,23 +91,24 @@ def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
         request.chat.CopyFrom(inference_pb2.Chat(messages=messages))
     else:
         request.token_ids.SetInParent()
-        _extend(request.token_ids.ids, "token_ids", prompt)
+        _extend(request.token_ids.ids, "prompt.token_ids", prompt)
 
 
-def _set(message: Any, name: str, value: object) -> None:
+def _set(message: Any, path: str, value: object) -> None:
+    """Sets the last part of `path`, which is the field's name in errors, as the server's are."""
     if value is None:
         return
     try:
-        setattr(message, name, value)
+        setattr(message, path.rpartition(".")[2], value)
     except (ValueError, TypeError, UnicodeError) as error:
-        raise InvalidArgument(name, f"cannot be {value!r:.80}: {error}") from error
+        raise InvalidArgument(path, f"cannot be {value!r:.80}: {error}") from error
 
 
-def _extend(target: Any, name: str, values: Sequence[object]) -> None:
+def _extend(target: Any, path: str, values: Sequence[object]) -> None:
     try:
         target.extend(values)
     except (ValueError, TypeError, UnicodeError) as error:
-        raise InvalidArgument(name, f"holds a value it cannot: {error}") from error
+        raise InvalidArgument(path, f"holds a value it cannot: {error}") from error
 
 
 @dataclass(slots=True)

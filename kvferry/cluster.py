@@ -12,21 +12,23 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from kvferry.client import Client
 from kvferry.config import Config, to_toml
-from kvferry.errors import FailedPrecondition, Unavailable
+from kvferry.errors import FailedPrecondition, KvferryError, Unavailable
 from kvferry.host import num_cores
 from kvferry.rpc import check_can_listen
-from kvferry.supervisor import WORKER_NICENESS, Child, ChildSpec, Supervisor
+from kvferry.supervisor import WORKER_NICENESS, Child, ChildSpec, Report, Supervisor, report_event
 
 POLL_INTERVAL_S = 0.05
 STOP_MARGIN_S = 5.0
 """Children end within their own grace period; this much later they are killed."""
+COUNT_TIMEOUT_S = 1.0
+"""How long a drain waits to learn how many requests it waits for."""
 MODULES = {"prefill": "prefill_svc", "decode": "decode_svc"}
 
 
@@ -63,16 +65,17 @@ class LocalCluster:
         num_prefill: int = 1,
         num_decode: int = 1,
         relay: Callable[[str], None] = lambda line: None,
-        ready_timeout_s: float = 300.0,
+        report: Report = report_event,
     ) -> None:
         assert config.model.path is not None
-        num_engines = num_prefill + num_decode
-        self._num_threads = config.engine.num_threads or max(1, num_cores() // num_engines)
-        self._config = config.replace("engine", num_threads=self._num_threads)
         self._roles = ["prefill"] * num_prefill + ["decode"] * num_decode
-        self._ready_timeout_s = ready_timeout_s
+        self._config = _divided(config, len(self._roles))
+        self._report = report
         self._supervisor = Supervisor(
-            ready_timeout_s=ready_timeout_s, grace_s=config.shutdown.grace_s + STOP_MARGIN_S, relay=relay
+            ready_timeout_s=config.supervisor.ready_timeout_s,
+            grace_s=config.shutdown.grace_s + STOP_MARGIN_S,
+            relay=relay,
+            report=report,
         )
         self._workers: list[tuple[str, Child]] = []
         self._router: Child | None = None
@@ -104,6 +107,7 @@ class LocalCluster:
     async def _start(self) -> None:
         for listen in (self._config.router.grpc_listen, self._config.router.http_listen):
             check_can_listen(listen)  # at once, not after the models are loaded
+        self._report_start()
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-")))
         await self._stack.enter_async_context(self._supervisor)
         file = _write(folder / "worker.toml", self._config)
@@ -116,8 +120,32 @@ class LocalCluster:
             ChildSpec("router", "router", ["--config", str(file)], listen=self._config.router.grpc_listen)
         )
         # First out: it drains what runs, and for that it needs the workers.
-        self._stack.push_async_callback(self._supervisor.stop_child, self._router)
+        self._stack.push_async_callback(self._stop_router, self._router)
         await self._wait_accepted(self._router.address)
+
+    def _report_start(self) -> None:
+        engine, model = self._config.engine, self._config.model
+        workers = {f"num_{role}": self._roles.count(role) for role in MODULES}
+        pool = f"{engine.num_blocks} blocks" if engine.num_blocks else f"{engine.pool_bytes() / (1 << 20):.0f} MiB"
+        self._report(
+            f"starting {model.public_name} ({model.dtype}): {workers['num_prefill']} prefill, "
+            f"{workers['num_decode']} decode; threads each: {engine.num_threads}, KV pool each: {pool}",
+            "cluster_starting",
+            model=model.public_name,
+            dtype=model.dtype,
+            num_threads=engine.num_threads,
+            **({"num_blocks": engine.num_blocks} if engine.num_blocks else {"kv_memory_bytes": engine.pool_bytes()}),
+            **workers,
+        )
+
+    async def _stop_router(self, router: Child) -> None:
+        with suppress(KvferryError, TimeoutError):
+            async with asyncio.timeout(COUNT_TIMEOUT_S), Client(router.address) as client:
+                num_requests = sum(worker.num_requests for worker in await client.workers() if worker.role == "decode")
+            if num_requests:
+                text = f"waiting for {num_requests} request{'s' * (num_requests > 1)}"
+                self._report(text, "requests_draining", num_requests=num_requests)
+        await self._supervisor.stop_child(router)
 
     def _numbered_roles(self) -> list[tuple[int, str]]:
         return [(self._roles[:place].count(role), role) for place, role in enumerate(self._roles)]
@@ -128,7 +156,7 @@ class LocalCluster:
             name,
             MODULES[role],
             ["--config", str(file), "--worker-id", name],
-            num_threads=self._num_threads,
+            num_threads=self._config.engine.num_threads or 1,
             niceness=WORKER_NICENESS,
         )
         return role, await self._supervisor.start(spec)
@@ -136,12 +164,13 @@ class LocalCluster:
     async def _wait_accepted(self, router: str) -> None:
         """Until the router calls every worker ready; raises FailedPrecondition for one that it refuses."""
         problem = "it does not answer"
+        timeout_s = self._config.supervisor.ready_timeout_s
         try:
-            async with asyncio.timeout(self._ready_timeout_s), Client(router) as client:
+            async with asyncio.timeout(timeout_s), Client(router) as client:
                 while problem := await self._what_is_missing(client):  # noqa: ASYNC110 - another process's state
                     await asyncio.sleep(POLL_INTERVAL_S)
         except TimeoutError:
-            raise Unavailable(f"the router is not ready after {self._ready_timeout_s:g} s: {problem}") from None
+            raise Unavailable(f"the router is not ready after {timeout_s:g} s: {problem}") from None
 
     async def _what_is_missing(self, client: Client) -> str:
         """Why requests cannot be served yet; empty when they can."""
@@ -155,6 +184,15 @@ class LocalCluster:
         if len(workers) < len(self._workers):
             return f"{len(workers)} of {len(self._workers)} workers are listed"
         return "; ".join(f"{worker.address} is {worker.state}" for worker in workers if worker.state != "ready")
+
+
+def _divided(config: Config, num_engines: int) -> Config:
+    """With the machine's cores and memory divided among its engines, where the configuration does not say."""
+    engine = config.engine
+    num_threads = engine.num_threads or max(1, num_cores() // num_engines)
+    is_pool_set = engine.num_blocks is not None or engine.kv_memory_bytes is not None
+    pool_bytes = engine.kv_memory_bytes if is_pool_set else engine.pool_bytes(num_engines=num_engines)
+    return config.replace("engine", num_threads=num_threads, kv_memory_bytes=pool_bytes)
 
 
 async def _finish(ending: Coroutine[Any, Any, None]) -> None:

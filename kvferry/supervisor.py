@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from kvferry.config import child_environment
 from kvferry.errors import FailedPrecondition, Unavailable
@@ -34,9 +34,22 @@ MIN_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 10.0
 STEADY_AFTER_S = 30.0
 """A child that lived this long is restarted without delay again."""
-NUM_KEPT_LINES = 20
-"""Last lines of a child's standard error, shown when it fails."""
+NUM_HELD_LINES = 20
+"""Plain lines of a child that starts, kept for its error should it fail; nobody reads more of them there."""
+SHOW_WAITING_AFTER_S = 1.0
+"""A drain that takes longer than this says what it waits for."""
 MAX_LINE_BYTES = 1 << 20
+
+
+class Report(Protocol):
+    """Takes what a supervisor does: one sentence for people, or the same as an event."""
+
+    def __call__(self, text: str, event: str, **fields: object) -> None: ...
+
+
+def report_event(text: str, event: str, **fields: object) -> None:
+    """A `Report` that writes events."""
+    log_event(logger, event, level=logging.INFO, **fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +70,17 @@ class ChildSpec:
 
 @dataclass(slots=True)
 class Child:
-    """One supervised child over all its lives. `ready` is its latest ready line."""
+    """One supervised child over all its lives. `ready` is its latest ready line.
+
+    While it starts, the plain lines of its standard error are held: they become part of the error if it fails, and are
+    passed on if not, so that they are shown once.
+    """
 
     spec: ChildSpec
     process: asyncio.subprocess.Process
     ready: Mapping[str, Any] = field(default_factory=dict)
-    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_KEPT_LINES))
+    is_starting: bool = True
+    held_lines: deque[str] = field(default_factory=deque)
     num_restarts: int = 0
 
     @property
@@ -76,19 +94,21 @@ class Child:
 
 class Supervisor:
     """Owns the children. `relay` gets every line they write to standard error (or to standard output after the ready
-    line)."""
+    line) once, `report` what happens to them."""
 
     def __init__(
         self,
         *,
-        ready_timeout_s: float = 120.0,
+        ready_timeout_s: float = 300.0,
         grace_s: float = 30.0,
         relay: Callable[[str], None] = lambda line: None,
+        report: Report = report_event,
         min_backoff_s: float = MIN_BACKOFF_S,
     ) -> None:
         self._ready_timeout_s = ready_timeout_s
         self._grace_s = grace_s
         self._relay = relay
+        self._report = report
         self._min_backoff_s = min_backoff_s
         self._children: list[Child] = []
         self._watchers: dict[str, asyncio.Task[None]] = {}
@@ -110,6 +130,7 @@ class Supervisor:
 
         Raises FailedPrecondition with its last lines when it ends first, Unavailable when it takes too long.
         """
+        self._report(f"starting {spec.name}", "child_starting", child=spec.name)
         child = Child(spec, await _spawn(spec, spec.listen))
         self._children.append(child)
         await self._wait_ready(child)
@@ -145,14 +166,21 @@ class Supervisor:
     async def _wait_ended(self, running: Sequence[Child]) -> None:
         ended = asyncio.gather(*(child.process.wait() for child in running))
         hurry = asyncio.ensure_future(self._hurry.wait())
+        telling = asyncio.ensure_future(self._tell_waiting(running))
         either: list[asyncio.Future[Any]] = [ended, hurry]
         await asyncio.wait(either, timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
         hurry.cancel()
+        telling.cancel()
         for child in running:
             if child.process.returncode is None:
                 log_event(logger, "child_killed", level=logging.WARNING, child=child.spec.name, pid=child.pid)
                 _signal(child, signal.SIGKILL)
         await ended
+
+    async def _tell_waiting(self, children: Sequence[Child]) -> None:
+        await asyncio.sleep(SHOW_WAITING_AFTER_S)
+        names = [child.spec.name for child in children if child.process.returncode is None]
+        self._report(f"waiting for {', '.join(names)} to end", "children_draining", children=names)
 
     async def _keep_alive(self, child: Child) -> None:
         """Restarts `child` for ever, on the address it had, so that its router finds it again."""
@@ -182,7 +210,9 @@ class Supervisor:
                 _signal(child, signal.SIGKILL)
 
     async def _wait_ready(self, child: Child) -> None:
-        child.last_lines.clear()
+        child.is_starting = True
+        child.held_lines.clear()
+        started_s = asyncio.get_running_loop().time()
         errors = self._read_on(_relay_lines(child.process.stderr, child, self._relay))
         try:
             async with asyncio.timeout(self._ready_timeout_s):
@@ -199,7 +229,18 @@ class Supervisor:
             await asyncio.wait([errors])
             raise FailedPrecondition(f"{child.spec.name} ended with exit code {code} before it was ready{_tail(child)}")
         child.ready = ready
-        log_event(logger, "child_ready", child=child.spec.name, pid=child.pid, address=child.address)
+        child.is_starting = False
+        while child.held_lines:
+            self._relay(child.held_lines.popleft())
+        after_s = asyncio.get_running_loop().time() - started_s
+        self._report(
+            f"{child.spec.name} ready ({after_s:.0f} s)",
+            "child_ready",
+            child=child.spec.name,
+            pid=child.pid,
+            address=child.address,
+            after_s=round(after_s, 3),
+        )
         self._read_on(_relay_lines(child.process.stdout, child, self._relay))
 
     def _read_on(self, reading: Any) -> asyncio.Task[None]:
@@ -237,13 +278,16 @@ async def _relay_lines(stream: asyncio.StreamReader | None, child: Child, relay:
     assert stream is not None
     while line := await stream.readline():
         text = line.decode(errors="replace").rstrip()
-        child.last_lines.append(text)
-        relay(text)
+        if child.is_starting and not text.startswith(("{", "time=")):  # an event is never part of an error
+            child.held_lines.append(text)
+            text = child.held_lines.popleft() if len(child.held_lines) > NUM_HELD_LINES else ""
+        if text:
+            relay(text)
 
 
 def _tail(child: Child) -> str:
-    """What the child said last; its own one-line error where it gave one."""
-    lines = list(child.last_lines)
+    """What the child said last, other than events; its own one-line error where it gave one."""
+    lines = list(child.held_lines)
     plain = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if plain:
         return f": {plain[-1]}"

@@ -38,6 +38,18 @@ FLUSH_TIMEOUT_S = 3.0
 """How long a process that ends waits for its last spans."""
 
 
+EXPORT_REPORT_INTERVAL_S = 60.0
+"""A collector that is away is an event at most this often."""
+THIRD_PARTY_LEVELS = {
+    **dict.fromkeys(("grpc", "asyncio", "urllib3", "transformers", "uvicorn"), logging.WARNING),
+    "opentelemetry": logging.ERROR,  # its warnings about dropped spans: we count them
+    "opentelemetry.exporter": logging.CRITICAL,  # its errors, one a try: `traces_not_exported` stands for them
+}
+"""Least levels of the libraries' loggers: `telemetry.log_level` is for our own events."""
+
+logger = logging.getLogger(__name__)
+
+
 class SpanNames:
     """Names of our own spans; spans of calls are called after their method."""
 
@@ -219,7 +231,7 @@ class BoundedSpanProcessor(SpanProcessor):
         self._count_dropped = count_dropped
         self._num_queued = 0
         self._lock = threading.Lock()
-        counting = _CountingExporter(exporter, self._handed_over, count_dropped)
+        counting = CountingExporter(exporter, self._handed_over, count_dropped)
         # Room beyond our own bound, which therefore decides alone.
         room = max_queued + EXPORT_BATCH_SPANS
         self._batches = BatchSpanProcessor(
@@ -248,15 +260,22 @@ class BoundedSpanProcessor(SpanProcessor):
             self._num_queued -= num_spans
 
 
-class _CountingExporter(SpanExporter):
-    """Passes batches on; tells how many left the queue and how many were lost."""
+class CountingExporter(SpanExporter):
+    """Passes batches on; tells how many left the queue and how many were lost, the latter also as an event."""
 
     def __init__(
-        self, exporter: SpanExporter, handed_over: Callable[[int], None], count_dropped: Callable[[float], None]
+        self,
+        exporter: SpanExporter,
+        handed_over: Callable[[int], None],
+        count_dropped: Callable[[float], None],
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._exporter = exporter
         self._handed_over = handed_over
         self._count_dropped = count_dropped
+        self._now_s = now_s
+        self._num_unreported = 0
+        self._next_report_s = now_s()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         try:
@@ -266,10 +285,20 @@ class _CountingExporter(SpanExporter):
         self._handed_over(len(spans))
         if result is not SpanExportResult.SUCCESS:
             self._count_dropped(len(spans))
+            self._num_unreported += len(spans)
+            if self._now_s() >= self._next_report_s:
+                self._report()
         return result
 
     def shutdown(self) -> None:
         self._exporter.shutdown()
+        if self._num_unreported:
+            self._report()
+
+    def _report(self) -> None:
+        log_event(logger, "traces_not_exported", level=logging.WARNING, num_spans=self._num_unreported)
+        self._num_unreported = 0
+        self._next_report_s = self._now_s() + EXPORT_REPORT_INTERVAL_S
 
 
 def configure_logging(config: TelemetryConfig, service: str, instance: str = "", stream: TextIO | None = None) -> None:
@@ -279,7 +308,8 @@ def configure_logging(config: TelemetryConfig, service: str, instance: str = "",
     handler = logging.StreamHandler(target)
     handler.setFormatter(EventFormatter(service, instance, as_json=as_json))
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler], force=True)
-    logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # its warnings about dropped spans: we count them
+    for name, level in THIRD_PARTY_LEVELS.items():
+        logging.getLogger(name).setLevel(level)
 
 
 def log_event(logger: logging.Logger, event: str, *, level: int = logging.INFO, **fields: object) -> None:

@@ -7,15 +7,20 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def toml_document(values: Mapping[str, Any]) -> str:
-    """`values` as TOML: tables, lists of tables, strings, numbers, booleans, lists of these; None becomes a comment."""
+def toml_document(values: Mapping[str, Any], docs: Mapping[str, str] | None = None) -> str:
+    """`values` as TOML: tables, lists of tables, strings, numbers, booleans, lists of these; None becomes a comment.
+
+    `docs` maps `table` and `table.key` to the comment above it; of a list of tables the first gets them.
+    """
+    docs = docs or {}
     plain = {key: value for key, value in values.items() if not _is_table(value) and not _is_table_list(value)}
     parts = [_lines(plain)] if plain else []
     for key, value in values.items():
         if _is_table(value):
-            parts.append(f"[{key}]\n{_lines(value)}")
+            parts.append(f"{_comment(docs, key)}[{key}]\n{_lines(value, docs, key)}")
         elif _is_table_list(value):
-            parts.extend(f"[[{key}]]\n{_lines(item)}" for item in value)
+            parts.append(f"{_comment(docs, key)}[[{key}]]\n{_lines(value[0], docs, key)}")
+            parts.extend(f"[[{key}]]\n{_lines(item)}" for item in value[1:])
     return "\n".join(parts)
 
 
@@ -27,10 +32,18 @@ def _is_table_list(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
 
 
-def _lines(table: Mapping[str, Any]) -> str:
-    return "".join(
-        f"# {key} is unset\n" if value is None else f"{key} = {_value(value)}\n" for key, value in table.items()
-    )
+def _lines(table: Mapping[str, Any], docs: Mapping[str, str] | None = None, name: str = "") -> str:
+    lines = []
+    for key, value in table.items():
+        lines.append(_comment(docs or {}, f"{name}.{key}"))
+        lines.append(f"# {key} is unset\n" if value is None else f"{key} = {_value(value)}\n")
+    return "".join(lines)
+
+
+def _comment(docs: Mapping[str, str], name: str) -> str:
+    """The text as one line of comment; nothing where there is none."""
+    text = " ".join(docs.get(name, "").split())
+    return f"# {text}\n" if text else ""
 
 
 def _value(value: object) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from kvferry.errors import KvferryError
 from kvferry.kv_layout import KvLayout
 from kvferry.process import StopSignals, print_ready
 from kvferry.rpc import RpcServer, check_can_listen, run
+from kvferry.rpc.listen import parse_address
 from kvferry.telemetry import Telemetry, configure_logging, log_event, start_telemetry
 from kvferry.wire import layout_to_pb
 from kvferry.worker import WorkerIdentity, WorkerServicer, WorkerState
@@ -28,6 +30,7 @@ from proto.kvferry.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
+WILDCARD_HOSTS = ("0.0.0.0", "[::]")  # noqa: S104 - compared with, not bound
 WORKER_SERVICE = "kvferry.v1.WorkerService"
 
 
@@ -91,15 +94,37 @@ def main(role: str, open_role: OpenRole) -> None:
     parser.add_argument("--config", type=Path, help="TOML file with the whole configuration")
     parser.add_argument("--listen", default="127.0.0.1:0", help="host:port to listen on; port 0 for any")
     parser.add_argument("--advertise", help="host:port that peers reach this worker at; default: where it listens")
-    parser.add_argument("--worker-id", default=f"{role}-0", help="name in logs, traces and `kvferry workers`")
+    parser.add_argument(
+        "--worker-id",
+        help=f"name in logs, traces and `kvferry workers`; default: {role}-HOST:PORT, where peers reach this worker",
+    )
     options = parser.parse_args()
     try:
         config = load_config(options.config)
-        configure_logging(config.telemetry, role, options.worker_id)
         check_can_listen(options.listen)  # at once, not after the model is loaded
-        run(_serve(role, open_role, config, options.listen, options.advertise, options.worker_id))
+        listen = options.listen if options.worker_id or options.advertise else _with_port(options.listen)
+        worker_id = options.worker_id or default_worker_id(role, options.advertise or listen)
+        configure_logging(config.telemetry, role, worker_id)
+        run(_serve(role, open_role, config, listen, options.advertise, worker_id))
     except KvferryError as error:
         sys.exit(f"error: {error.message}")
+
+
+def default_worker_id(role: str, address: str) -> str:
+    """ROLE-HOST:PORT; the machine's name stands for a host that means all of its addresses."""
+    host, _, port = address.rpartition(":")
+    return f"{role}-{socket.gethostname() if host in WILDCARD_HOSTS else host}:{port}"
+
+
+def _with_port(listen: str) -> str:
+    """`listen` with port 0 replaced by a free port: a name made of it must be known before the model is loaded."""
+    address = parse_address(listen)
+    if address.port:
+        return listen
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((address.host, 0))
+        return f"{listen.rpartition(':')[0]}:{probe.getsockname()[1]}"
 
 
 async def _serve(

@@ -71,6 +71,7 @@ class _SendingEnd:
         self._outbox: asyncio.Queue[SenderAction] = asyncio.Queue(2 * sender.offer.num_blocks + 2)
         self._num_sends: Counter[int] = Counter()
         self._began_s: float | None = None
+        self._has_offered = False
         self._summary: ShipSummary | None = None
         self._writer: HeartbeatWriter[SenderMessage] = HeartbeatWriter(
             self._write,
@@ -153,5 +154,7 @@ class _SendingEnd:
             self._began_s = time.monotonic()
 
     async def _write(self, message: SenderMessage) -> None:
-        if not isinstance(message, Alive) or self._options.is_alive():
-            await self._stream.write(message)
+        if isinstance(message, Alive) and not (self._has_offered and self._options.is_alive()):
+            return
+        self._has_offered = True  # the first message is the Offer, however late the event loop comes to it
+        await self._stream.write(message)

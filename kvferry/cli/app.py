@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Annotated
 
 import typer
 
+from kvferry import __version__
 from kvferry.cli import generate, models, serve, up, workers
-from kvferry.cli.console import write_error
+from kvferry.cli.console import write, write_error
 from kvferry.errors import KvferryError
 
 INTERRUPTED = 130
@@ -16,18 +18,26 @@ INTERRUPTED = 130
 
 def make_app() -> typer.Typer:
     """All commands."""
-    app = typer.Typer(
-        name="kvferry",
-        help="Serves large language models over gRPC with prefill and decode on separate workers.",
-        epilog="Example: kvferry up --demo",
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-    )
+    app = typer.Typer(name="kvferry", add_completion=False, pretty_exceptions_enable=False)
+    app.callback(epilog="Example: kvferry up --demo", no_args_is_help=True)(kvferry)
     for module in (up, serve, generate, workers):
         module.register(app)
     app.add_typer(models.make_app(), name="models")
     return app
+
+
+def _write_version(is_wanted: bool) -> None:
+    if is_wanted:
+        write(f"kvferry {__version__}\n")
+        raise typer.Exit
+
+
+def kvferry(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_write_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Serves large language models over gRPC with prefill and decode on separate workers."""
 
 
 def main() -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 
 from rich.console import Console
 from rich.table import Table
+
+from kvferry.telemetry import log_event
+
+logger = logging.getLogger(__name__)
 
 PIPE_COLUMNS = 160
 """Width of tables where no terminal sets one."""
@@ -40,3 +45,16 @@ def note(text: str) -> None:
 def write_error(message: str) -> None:
     """The one line that tells why a command failed."""
     note(f"error: {message}")
+
+
+class Progress:
+    """What a long command is doing: notes for people, events where standard error is read by a program."""
+
+    def __init__(self, *, for_people: bool) -> None:
+        self._for_people = for_people
+
+    def __call__(self, text: str, event: str, **fields: object) -> None:
+        if self._for_people:
+            note(text)
+        else:
+            log_event(logger, event, level=logging.INFO, **fields)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from kvferry.cli.console import write, write_json
 from kvferry.cli.options import ConfigOption, SetOption, TargetOption, configuration, target_of
+from kvferry.cli.router import connected
 from kvferry.client import ChatMessage, Client, Completion, GenerateOptions, Prompt
 from kvferry.config import Config
-from kvferry.errors import InvalidArgument
+from kvferry.errors import DeadlineExceeded, InvalidArgument
 from kvferry.rpc import run
-from kvferry.telemetry import start_telemetry
+
+CHAT_TEMPERATURE = 0.2
+CHAT_TOP_P = 0.9
+"""What the makers of SmolLM2, the default model, recommend for conversations."""
 
 MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Most output tokens.")]
 Temperature = Annotated[float | None, typer.Option("--temperature", help="0 is greedy.")]
@@ -24,7 +27,20 @@ TopK = Annotated[int | None, typer.Option("--top-k", help="Only the k most likel
 MinP = Annotated[float | None, typer.Option("--min-p", help="Least probability relative to the most likely token.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="The same seed gives the same tokens.")]
 Tier = Annotated[str, typer.Option("--tier", help="Latency tier.")]
-Timeout = Annotated[float | None, typer.Option("--timeout", metavar="SECONDS", help="Deadline of the request.")]
+ChatTemperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
+ChatTopP = Annotated[float, typer.Option("--top-p", help="Smallest set of tokens with this probability.")]
+
+
+def _positive(seconds: float | None) -> float | None:
+    if seconds is not None and not seconds > 0:
+        raise typer.BadParameter(f"must be above 0, got {seconds:g}")
+    return seconds
+
+
+Timeout = Annotated[
+    float | None,
+    typer.Option("--timeout", metavar="SECONDS", callback=_positive, help="Deadline of the request, above 0."),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -90,14 +106,14 @@ def chat(
     target: TargetOption = None,
     system: Annotated[str | None, typer.Option("--system", help="What the assistant is told first.")] = None,
     max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
+    temperature: ChatTemperature = CHAT_TEMPERATURE,
+    top_p: ChatTopP = CHAT_TOP_P,
     seed: Seed = None,
     tier: Tier = "",
     config: ConfigOption = None,
     settings: SetOption = None,
 ) -> None:
-    """Talks with the model; an empty line or Ctrl-D ends."""
+    """Talks with the model; an empty line or Ctrl-D ends. Samples as SmolLM2's makers recommend."""
     effective = configuration(config, settings)
     address = target_of(target, effective)
     messages = [ChatMessage("system", system)] if system else []
@@ -110,7 +126,6 @@ def chat(
             answer = run(_generate(address, effective, options, None, is_quiet=False))
         except KeyboardInterrupt:  # ends this answer, not the conversation
             messages.pop()
-            write("\n")
             continue
         messages.append(ChatMessage("assistant", answer.choices[0].text if answer.choices else ""))
 
@@ -140,41 +155,47 @@ def completion_json(completion: Completion) -> dict[str, object]:
     }
 
 
-async def stream_answer(client: Client, options: GenerateOptions, timeout_s: float | None = None) -> Completion:
-    """Writes the text of the first choice as it comes; returns the whole response."""
+async def stream_answer(
+    client: Client, options: GenerateOptions, timeout_s: float | None = None, *, is_quiet: bool = False
+) -> Completion:
+    """Writes the text of the first choice as it comes, unless quiet; returns the whole response.
+
+    Raises DeadlineExceeded saying how many tokens had come. The line is ended however this ends.
+    """
     completion = Completion()
-    async with client.generate(options, timeout_s=timeout_s) as events:
-        async for event in events:
-            completion.add(event)
-            if event.HasField("delta") and event.delta.index == 0 and event.delta.text:
-                write(event.delta.text)
+    try:
+        async with client.generate(options, timeout_s=timeout_s) as events:
+            async for event in events:
+                completion.add(event)
+                if not is_quiet and event.HasField("delta") and event.delta.index == 0:
+                    write(event.delta.text)
+    except DeadlineExceeded as error:
+        raise _deadline_passed(error, timeout_s, completion) from error
+    finally:
+        if any(choice.text for choice in completion.choices[:1]) and not is_quiet:
+            write("\n")
     completion.check_complete()
-    write("\n")
     return completion
+
+
+def _deadline_passed(error: DeadlineExceeded, timeout_s: float | None, completion: Completion) -> DeadlineExceeded:
+    if timeout_s is None:  # the server's own
+        return error
+    num_tokens = sum(len(choice.token_ids) for choice in completion.choices)
+    plural = "" if num_tokens == 1 else "s"
+    return DeadlineExceeded(f"the deadline of {timeout_s:g} s passed after {num_tokens} token{plural}")
 
 
 async def _generate(
     target: str, config: Config, options: GenerateOptions, timeout_s: float | None, *, is_quiet: bool
 ) -> Completion:
-    async with _client(target, config) as client:
-        if is_quiet:
-            return await client.complete(options, timeout_s=timeout_s)
-        completion = await stream_answer(client, options, timeout_s)
-    for choice in completion.choices[1:]:
-        write(f"--- choice {choice.index}\n{choice.text}\n")
+    options.to_pb()  # what can never be sent is refused before a router is needed
+    async with connected(target, config.telemetry) as client:
+        completion = await stream_answer(client, options, timeout_s, is_quiet=is_quiet)
+    if not is_quiet:
+        for choice in completion.choices[1:]:
+            write(f"--- choice {choice.index}\n{choice.text}\n")
     return completion
-
-
-@asynccontextmanager
-async def _client(target: str, config: Config) -> AsyncIterator[Client]:
-    """A client whose spans are the roots of its requests' traces, where traces are exported."""
-    telemetry = start_telemetry(config.telemetry, "client", "cli") if config.telemetry.otlp_endpoint else None
-    try:
-        async with Client(target, tracer=telemetry.tracer if telemetry else None) as client:
-            yield client
-    finally:
-        if telemetry is not None:
-            await telemetry.shutdown()
 
 
 def _prompt(text: str | None, token_ids: str | None) -> Prompt:

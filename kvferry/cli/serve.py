@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -27,7 +28,10 @@ from kvferry.rpc import check_can_listen
 ListenOption = Annotated[
     str, typer.Option("--listen", metavar="HOST:PORT", help="Address to serve on; port 0 chooses a free one.")
 ]
-WorkerIdOption = Annotated[str | None, typer.Option("--worker-id", help="Name in listings, logs and traces.")]
+WorkerIdOption = Annotated[
+    str | None,
+    typer.Option("--worker-id", help="Name in listings, logs and traces.", show_default="ROLE-HOST:PORT"),
+]
 AdvertiseOption = Annotated[
     str | None, typer.Option("--advertise", metavar="HOST:PORT", help="Where peers reach it, if not where it listens.")
 ]
@@ -45,7 +49,9 @@ def register(app: typer.Typer) -> None:
     app.command("decode", epilog="Example: kvferry decode --listen 127.0.0.1:50062 --set engine.num_blocks=2000")(
         decode
     )
-    app.command("config", epilog="Example: kvferry config --set engine.block_size=32 > kvferry.toml")(show_config)
+    app.command("config", epilog="Example: kvferry config --set engine.block_size=32 --output kvferry.toml")(
+        show_config
+    )
 
 
 def router(
@@ -78,7 +84,7 @@ def prefill(
 ) -> None:
     """Runs a prefill worker: fills KV blocks and ships them."""
     effective = configuration(config, settings, _model(model, dtype))
-    _worker("prefill_svc", listen, ["--worker-id", worker_id or "prefill", *_advertised(advertise)], effective)
+    _worker("prefill_svc", listen, _identity(worker_id, advertise), effective)
 
 
 def decode(
@@ -92,25 +98,47 @@ def decode(
 ) -> None:
     """Runs a decode worker: takes KV blocks and streams tokens."""
     effective = configuration(config, settings, _model(model, dtype))
-    _worker("decode_svc", listen, ["--worker-id", worker_id or "decode", *_advertised(advertise)], effective)
+    _worker("decode_svc", listen, _identity(worker_id, advertise), effective)
 
 
 def show_config(
-    model: ModelOption = None, dtype: DtypeOption = None, config: ConfigOption = None, settings: SetOption = None
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Write to this file, which may be the one read.")
+    ] = None,
+    model: ModelOption = None,
+    dtype: DtypeOption = None,
+    config: ConfigOption = None,
+    settings: SetOption = None,
 ) -> None:
     """Prints the effective configuration as TOML: flags over environment over file over defaults."""
     effective = configuration(config, settings, _model(model, dtype))
-    write(to_toml(effective))
+    text = to_toml(effective)
     if effective.engine.num_blocks is None and effective.engine.kv_memory_bytes is None:
-        write(f"\n# engine.kv_memory_bytes would be {effective.engine.pool_bytes()} on this machine\n")
+        text += f"\n# engine.kv_memory_bytes would be {effective.engine.pool_bytes()} for one engine on this machine\n"
+    if output is None:
+        write(text)
+    else:
+        _write_whole(output, text)
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """Replaces `file` at once, so that it is never empty or half written; raises InvalidArgument when it cannot be."""
+    target = file.resolve()
+    scratch = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(target)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise InvalidArgument("--output", f"cannot write {file}: {error.strerror}") from error
 
 
 def _model(name: str | None, dtype: str | None) -> Overrides:
     return {"model": {"name": name, "dtype": dtype}}
 
 
-def _advertised(address: str | None) -> list[str]:
-    return ["--advertise", address] if address else []
+def _identity(worker_id: str | None, advertise: str | None) -> list[str]:
+    return [*(("--worker-id", worker_id) if worker_id else ()), *(("--advertise", advertise) if advertise else ())]
 
 
 def _worker(module: str, listen: str, arguments: Sequence[str], config: Config) -> NoReturn:

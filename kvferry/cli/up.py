@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.console import note, write, write_json, write_table
+from kvferry.cli.console import Progress, note, write, write_json, write_table
 from kvferry.cli.generate import stream_answer
 from kvferry.cli.options import ConfigOption, DtypeOption, ModelOption, SetOption, configuration
 from kvferry.client import ChatMessage, Client, Completion, GenerateOptions
@@ -16,6 +16,7 @@ from kvferry.cluster import Endpoints, LocalCluster
 from kvferry.config import Config
 from kvferry.model_store import ModelStore
 from kvferry.process import StopSignals
+from kvferry.supervisor import Report
 from kvferry.telemetry import configure_logging
 
 DEMO_QUESTION = "What is the capital of France?"
@@ -53,13 +54,15 @@ def up(
             "router": {"grpc_listen": grpc_listen, "http_listen": http_listen},
         },
     )
-    if effective.model.path is None:
-        path = ModelStore(effective.model.cache_path).prepare(effective.model.name, note)
-        effective = effective.replace("model", path=str(path))
     configure_logging(effective.telemetry, "supervisor")
-    cluster = LocalCluster(effective, num_prefill=prefill, num_decode=decode, relay=note)
+    report = Progress(for_people=demo or once or (sys.stderr.isatty() and effective.telemetry.log_format != "json"))
+    if effective.model.path is None:
+        store = ModelStore(effective.model.cache_path)
+        path = store.prepare(effective.model.name, lambda text: report(text, "preparing_model", step=text))
+        effective = effective.replace("model", path=str(path))
+    cluster = LocalCluster(effective, num_prefill=prefill, num_decode=decode, relay=note, report=report)
     # asyncio's own loop: it starts children without running any code of ours between fork and exec.
-    asyncio.run(_serve(cluster, effective, ready_json=ready_json, demo=demo or once, once=once))
+    asyncio.run(_serve(cluster, effective, report, ready_json=ready_json, demo=demo or once, once=once))
 
 
 def _logging_settings(*, is_demo: bool) -> list[str]:
@@ -68,13 +71,17 @@ def _logging_settings(*, is_demo: bool) -> list[str]:
     return [*for_people, "telemetry.log_level=warning"] if is_demo else for_people
 
 
-async def _serve(cluster: LocalCluster, config: Config, *, ready_json: bool, demo: bool, once: bool) -> None:
+async def _serve(
+    cluster: LocalCluster, config: Config, report: Report, *, ready_json: bool, demo: bool, once: bool
+) -> None:
     stop = StopSignals().install()
-    serving = asyncio.create_task(_serve_until(cluster, config, ready_json=ready_json, demo=demo, once=once))
+    serving = asyncio.create_task(_serve_until(cluster, config, report, ready_json=ready_json, demo=demo, once=once))
     requested = asyncio.create_task(stop.requested.wait())
     await asyncio.wait([serving, requested], return_when=asyncio.FIRST_COMPLETED)
     if not serving.done():
-        hurry = asyncio.create_task(_hurry(cluster, stop))
+        grace_s = config.shutdown.grace_s
+        report(f"draining, up to {grace_s:g} s; Ctrl-C again ends at once", "draining", grace_s=grace_s)
+        hurry = asyncio.create_task(_hurry(cluster, stop, report))
         serving.cancel()  # also while starting or answering: leaving the cluster's block ends the children
         await asyncio.wait([serving])
         hurry.cancel()
@@ -83,13 +90,15 @@ async def _serve(cluster: LocalCluster, config: Config, *, ready_json: bool, dem
         serving.result()
 
 
-async def _hurry(cluster: LocalCluster, stop: StopSignals) -> None:
+async def _hurry(cluster: LocalCluster, stop: StopSignals, report: Report) -> None:
     await stop.hurried.wait()
+    report("ending at once", "hurried")
     cluster.hurry()
 
 
-async def _serve_until(cluster: LocalCluster, config: Config, *, ready_json: bool, demo: bool, once: bool) -> None:
-    note(f"starting {config.model.public_name} ({config.model.dtype})")
+async def _serve_until(
+    cluster: LocalCluster, config: Config, report: Report, *, ready_json: bool, demo: bool, once: bool
+) -> None:
     async with cluster:
         endpoints = cluster.endpoints
         if ready_json:
@@ -99,7 +108,7 @@ async def _serve_until(cluster: LocalCluster, config: Config, *, ready_json: boo
         if demo:
             await _demonstrate(endpoints)
         if not once:
-            note("serving; Ctrl-C ends")
+            report("serving; Ctrl-C ends", "cluster_ready", grpc=endpoints.grpc, http=endpoints.http)
             await asyncio.Event().wait()  # until `_serve` cancels this
 
 
@@ -139,15 +148,17 @@ async def _demonstrate(endpoints: Endpoints) -> None:
 
 
 def timing_columns(completion: Completion) -> dict[str, list[str]]:
-    """Where the time of a request went."""
+    """Where the time of a request went; queue, prefill and other add up to the first token."""
     timings, num_tokens = completion.timings, completion.usage.completion_tokens
+    other_s = max(0.0, timings.time_to_first_token_s - timings.queue_s - timings.prefill_s)
     after_first = max(0, num_tokens - 1)
     rate = f"{after_first / timings.decode_s:.1f}" if timings.decode_s > 0 else "-"
     rows = {
         "queue": _ms(timings.queue_s),
         "prefill": _ms(timings.prefill_s),
-        "ship": _ms(timings.ship_s),
-        "first token": _ms(timings.time_to_first_token_s),
+        "other": _ms(other_s),
+        "first token, sum": _ms(timings.time_to_first_token_s),
+        "ship, beside these": _ms(timings.ship_s),
         "decode tokens/s": rate,
         "blocks shipped": f"{timings.num_blocks_shipped} ({timings.shipped_bytes / 1e6:.1f} MB)",
         "tokens": f"{completion.usage.prompt_tokens} in, {num_tokens} out",

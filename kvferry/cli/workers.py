@@ -8,7 +8,7 @@ import typer
 
 from kvferry.cli.console import write_json, write_table
 from kvferry.cli.options import ConfigOption, JsonOption, SetOption, TargetOption, configuration, target_of
-from kvferry.client import Client
+from kvferry.cli.router import connected
 from kvferry.rpc import run
 from proto.kvferry.v1 import inference_pb2
 
@@ -48,5 +48,5 @@ def worker_json(worker: inference_pb2.WorkerInfo) -> dict[str, object]:
 
 
 async def _ask(target: str) -> Sequence[inference_pb2.WorkerInfo]:
-    async with Client(target) as client:
+    async with connected(target) as client:
         return await client.workers()

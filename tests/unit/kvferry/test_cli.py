@@ -9,12 +9,15 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from kvferry import __version__
+from kvferry.config import load_config
 from proto.kvferry.v1 import inference_pb2
-from tests.support.fake_router import TEXT, FakeRouter, start_fake_router
+from tests.support.fake_router import TEXT, FakeRouter, events, start_fake_router
 
 pytestmark = pytest.mark.processes
 
@@ -116,8 +119,32 @@ async def test_chat_keeps_the_conversation(environment: dict[str, str], router: 
     arguments = ["chat", "--target", router.address, "--system", "Be brief."]
     outcome = await kvferry(environment, *arguments, stdin="one\ntwo\n")
     assert outcome == Outcome(0, f"{TEXT}\n{TEXT}\n", "")
-    roles = [message.role for message in router.fake.requests[1].chat.messages]
-    assert roles == ["system", "user", "assistant", "user"]
+    second = router.fake.requests[1]
+    assert [message.role for message in second.chat.messages] == ["system", "user", "assistant", "user"]
+    assert second.sampling == inference_pb2.SamplingOptions(temperature=0.2, top_p=0.9)
+
+
+class StallingRouter(FakeRouter):
+    """Sends one token and no more."""
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]
+        for event in events(request)[:2]:
+            await context.write(event)
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(("options", "shown"), [((), TEXT[:5] + "\n"), (("--json",), "")])
+async def test_deadline_is_told_on_a_line_of_its_own(
+    environment: dict[str, str], options: tuple[str, ...], shown: str
+) -> None:
+    server, address = await start_fake_router(StallingRouter())
+    outcome = await kvferry(environment, "generate", "--target", address, "--timeout", "0.5", *options, "x")
+    await server.drain(0)
+    assert outcome == Outcome(1, shown, "error: the deadline of 0.5 s passed after 1 token\n")
+
+
+async def test_version(environment: dict[str, str]) -> None:
+    assert await kvferry(environment, "--version") == Outcome(0, f"kvferry {__version__}\n", "")
 
 
 async def test_workers_as_json_and_as_a_table(environment: dict[str, str], router: Running) -> None:
@@ -137,14 +164,22 @@ async def test_workers_as_json_and_as_a_table(environment: dict[str, str], route
     ("arguments", "code", "words"),
     [
         (("generate", "--target", "{router}", "--tier", "gold", "x"), 1, "error: tier: there is no tier 'gold'"),
-        (("generate", "--target", "127.0.0.1:1", "x"), 1, "error: 127.0.0.1:1: "),
+        (("generate", "--target", "127.0.0.1:1", "x"), 1, "no router answers at 127.0.0.1:1 (connection refused)"),
         (("generate", "--target", "nonsense", "x"), 1, "error: --target: must be HOST:PORT"),
         (("generate", "--prompt-token-ids", "1,a"), 1, "error: --prompt-token-ids: must be numbers"),
-        (("generate", "--max-tokens", "-1", "x"), 1, "error: max_tokens: cannot be -1"),
+        (("generate", "--max-tokens", "-1", "x"), 1, "error: stopping.max_tokens: cannot be -1"),
+        (("generate", "--timeout", "0", "x"), 2, "must be above 0, got 0"),
+        (("generate", "--timeout", "-1", "x"), 2, "must be above 0, got -1"),
         (("generate",), 2, "give either PROMPT or --prompt-token-ids"),
         (("generate", "--no-such-option"), 2, "No such option"),
         (("config", "--set", "engine.block_sise=8"), 1, "error: engine.block_sise: unknown key; the nearest known"),
         (("config", "--set", "engine.block_size=0"), 1, "error: engine.block_size: "),
+        (
+            ("config", "--set", "telemetry.otlp_endpoint=http://h"),
+            1,
+            "error: telemetry.otlp_endpoint: must be",
+        ),
+        (("config", "--output", "/no/such/folder/x.toml"), 1, "error: --output: cannot write /no/such/folder/x.toml"),
         (("config", "--set", "x"), 1, "error: --set: must be SECTION.KEY=VALUE"),
         (("config", "--config", "nowhere.toml"), 1, "error: --config: cannot read nowhere.toml"),
         (("models", "prepare", "gpt-7"), 1, "error: model.name: there is no model 'gpt-7'; known: smollm2"),
@@ -170,6 +205,18 @@ async def test_printed_configuration_is_read_back(environment: dict[str, str], t
     file = tmp_path / "effective.toml"
     file.write_text(first.stdout)
     assert await kvferry(environment, "config", "--config", str(file)) == first
+
+
+async def test_configuration_can_be_written_to_the_file_it_is_read_from(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    file = tmp_path / "kvferry.toml"
+    file.write_text("[engine]\nblock_size = 8\n")
+    arguments = ("--config", str(file), "--output", str(file), "--set", "engine.max_running=3")
+    assert await kvferry(environment, "config", *arguments) == Outcome(0, "", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["kvferry.toml"]
+    config = load_config(file)
+    assert (config.engine.block_size, config.engine.max_running) == (8, 3)
 
 
 async def test_models_list_shows_what_is_prepared(environment: dict[str, str]) -> None:

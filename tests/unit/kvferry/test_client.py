@@ -71,11 +71,11 @@ def test_unset_options_stay_unset_and_set_ones_are_all_sent() -> None:
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        (GenerateOptions(prompt="x", max_tokens=-1), "max_tokens"),
-        (GenerateOptions(prompt="x", seed=2**64), "seed"),
-        (GenerateOptions(prompt=[-1]), "token_ids"),
-        (GenerateOptions(prompt="\ud800"), "text"),
-        (GenerateOptions(prompt="x", stop_token_ids=[2**32]), "stop_token_ids"),
+        (GenerateOptions(prompt="x", max_tokens=-1), "stopping.max_tokens"),
+        (GenerateOptions(prompt="x", seed=2**64), "sampling.seed"),
+        (GenerateOptions(prompt=[-1]), "prompt.token_ids"),
+        (GenerateOptions(prompt="\ud800"), "prompt.text"),
+        (GenerateOptions(prompt="x", stop_token_ids=[2**32]), "stopping.stop_token_ids"),
     ],
 )
 def test_values_that_do_not_fit_are_refused_by_name(options: GenerateOptions, field: str) -> None:

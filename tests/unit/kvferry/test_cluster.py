@@ -12,6 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.cli.up import timing_columns
+from kvferry.client import Completion
+from kvferry.config import EngineConfig
+from proto.kvferry.v1 import inference_pb2
+
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[3]
@@ -78,8 +83,14 @@ async def test_ready_line_then_serving_until_sigterm_with_exit_code_0(folder: Pa
     pids = [worker["pid"] for worker in ready["workers"]] + [ready["router"]["pid"]]
     assert len(set(pids)) == 4
     process.send_signal(signal.SIGTERM)
-    await process.communicate()
+    _, stderr = await process.communicate()
     assert process.returncode == 0
+    events = {event["event"]: event for event in map(json.loads, stderr.splitlines())}  # nothing else on stderr
+    start = events["cluster_starting"]
+    assert (start["num_prefill"], start["num_decode"]) == (1, 2)
+    assert start["kv_memory_bytes"] == EngineConfig().pool_bytes(num_engines=3)
+    assert events["child_ready"]["after_s"] > 0
+    assert events["draining"]["grace_s"] == 30
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
@@ -88,6 +99,7 @@ async def test_demonstration_streams_and_shows_where_the_time_went(folder: Path)
     stdout, stderr = (output.decode() for output in await process.communicate())
     assert process.returncode == 0, stderr
     assert "> What is the capital of France?\nParis is it.\n" in stdout
+    assert "decode-0 ready (" in stderr
     for words in ("queue", "20.0 ms", "decode tokens/s", "4.0", "blocks shipped", "4 in, 3 out"):
         assert words in stdout
 
@@ -96,6 +108,7 @@ async def test_worker_that_fails_is_one_clear_line(folder: Path) -> None:
     process = await _up(folder, *_ports(), FAKE_FAILURE="decode_svc")
     _, stderr = await process.communicate()
     assert process.returncode == 1
+    assert stderr.decode().count("tensor x is missing") == 1
     last = stderr.decode().splitlines()[-1]
     assert last == "error: decode-0 ended with exit code 1 before it was ready: model.safetensors: tensor x is missing"
 
@@ -126,3 +139,11 @@ async def test_sigterm_while_starting_ends_the_children_too(folder: Path) -> Non
     process.send_signal(signal.SIGTERM)
     await process.communicate()
     assert process.returncode == 0
+
+
+def test_times_up_to_the_first_token_add_up() -> None:
+    timings = inference_pb2.Timings(queue_s=0.001, prefill_s=0.02, ship_s=0.01, time_to_first_token_s=0.05)
+    columns = timing_columns(Completion(timings=timings))
+    rows = dict(zip(columns["where the time went"], columns[""], strict=True))
+    assert (rows["queue"], rows["prefill"], rows["other"]) == ("1.0 ms", "20.0 ms", "29.0 ms")
+    assert rows["first token, sum"] == "50.0 ms"

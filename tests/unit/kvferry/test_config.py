@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -67,6 +68,33 @@ def test_effective_configuration_round_trips(tmp_path: Path) -> None:
     assert "# kv_memory_bytes is unset" in file.read_text()
 
 
+def test_every_section_and_key_is_explained_above_it() -> None:
+    lines = to_toml(Config()).splitlines()
+    assert lines[lines.index("block_size = 16") - 1] == "# Tokens of a block; all workers of a cluster agree."
+    further_tiers = lines[lines.index('name = "standard"') - 1 : lines.index("[telemetry]") - 1]
+    explained = "\n".join(lines).replace("\n".join(further_tiers), "").splitlines()
+    for above, line in itertools.pairwise(explained):
+        if line.startswith("[") or " = " in line or line.endswith(" is unset"):
+            assert above.startswith("# ") and not above.endswith(" is unset"), line
+
+
+@pytest.mark.parametrize("value", ["h", "h:", ":1", "h:x", "h:65536", "h:0", "http://h:1", "a b:1", "::1:5"])
+def test_worker_addresses_are_host_and_port(value: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"router\.decode\.1: must be host:port") as caught:
+        Config().replace("router", decode=("[::1]:1", value))
+    assert repr(value) in caught.value.message
+
+
+def test_listen_addresses_may_have_port_0_and_collectors_a_scheme() -> None:
+    Config().replace("router", http_listen="[::]:0", grpc_listen="host-a.example:65535")
+    with pytest.raises(InvalidArgument, match=r"router\.grpc_listen: must be host:port.*got '50051'"):
+        Config().replace("router", grpc_listen="50051")
+    for endpoint in ("h:4317", "http://h:4317", "https://10.0.0.1:4317/"):
+        Config().replace("telemetry", otlp_endpoint=endpoint)
+    with pytest.raises(InvalidArgument, match=r"telemetry\.otlp_endpoint: must be.*got 'ftp://h:1'"):
+        Config().replace("telemetry", otlp_endpoint="ftp://h:1")
+
+
 @pytest.mark.parametrize(
     ("text", "field", "words"),
     [
@@ -122,6 +150,8 @@ def test_default_pool_is_an_eighth_of_memory_within_bounds() -> None:
     engine = EngineConfig()
     assert engine.pool_bytes(8 * gib) == gib
     assert engine.pool_bytes(64 * gib) == 2 * gib
+    assert engine.pool_bytes(64 * gib, num_engines=4) == gib // 2
+    assert EngineConfig(kv_memory_bytes=gib).pool_bytes(64 * gib, num_engines=4) == gib
     assert engine.pool_bytes(1 << 20) == 64 << 20
     assert EngineConfig(kv_memory_bytes=1 << 20).pool_blocks(block_bytes=1 << 16) == 16
     assert EngineConfig(num_blocks=5).pool_blocks(block_bytes=1 << 16) == 5
@@ -152,4 +182,6 @@ def test_children_get_bounded_threads_and_no_kvferry_variables(monkeypatch: pyte
 def test_public_name_is_the_last_part_of_a_path() -> None:
     assert ModelConfig(name="/models/tiny-llama").public_name == "tiny-llama"
     assert ModelConfig(name="/models/tiny.gguf").public_name == "tiny"
+    assert ModelConfig(name="Qwen2.5-0.5B-Instruct").public_name == "Qwen2.5-0.5B-Instruct"
+    assert ModelConfig(name="/models/Qwen2.5-0.5B.Q4_1.gguf").public_name == "Qwen2.5-0.5B.Q4_1"
     assert ModelConfig(name="x", served_name="y").public_name == "y"

@@ -14,7 +14,7 @@ import pytest
 from kvferry.errors import FailedPrecondition, NotFound
 from kvferry.model_store import KnownModel, ModelStore
 
-KNOWN = KnownModel("tiny", "tiny-weights==1.0", "tiny_weights/tiny.gguf", "a tiny model")
+KNOWN = KnownModel("tiny", "tiny-weights==1.0", 1, "tiny_weights/tiny.gguf", "a tiny model")
 CONVERTER = """
 import pathlib, sys
 source, target = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -26,6 +27,8 @@ lives.write_text(str(life))
 sys.stderr.write("one line of log\\n")
 if mode == "fails":
     sys.stderr.write("error: tensor x is missing\\n"); sys.exit(3)
+if mode == "events":
+    sys.stderr.write('{"event": "loading"}\\nTraceback\\nValueError: x\\n'); sys.exit(3)
 if mode == "hangs":
     time.sleep(600)
 if mode == "stubborn":
@@ -64,6 +67,39 @@ async def test_child_that_fails_is_reported_with_its_own_words(spec: Callable[[s
     async with Supervisor() as supervisor:
         with pytest.raises(FailedPrecondition, match=r"decode-0 ended with exit code 3.*: tensor x is missing"):
             await supervisor.start(spec("fails"))
+
+
+@pytest.mark.parametrize("mode", ["fails", "events"])
+async def test_what_a_failing_child_says_is_shown_once(spec: Callable[[str], ChildSpec], mode: str) -> None:
+    lines: list[str] = []
+    async with Supervisor(relay=lines.append) as supervisor:
+        with pytest.raises(FailedPrecondition) as caught:
+            await supervisor.start(spec(mode))
+    assert lines == ([] if mode == "fails" else ['{"event": "loading"}'])
+    if mode == "events":
+        assert caught.value.message.endswith("\n  one line of log\n  Traceback\n  ValueError: x")
+
+
+async def test_start_and_drain_are_reported(spec: Callable[[str], ChildSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.supervisor.SHOW_WAITING_AFTER_S", 0.0)
+    texts: list[str] = []
+    waits = asyncio.Event()
+
+    def report(text: str, event: str, **fields: object) -> None:
+        texts.append(text)
+        if event == "children_draining":
+            waits.set()
+
+    supervisor = Supervisor(grace_s=600, report=report)
+    await supervisor.start(spec("stubborn"))
+    stopping = asyncio.create_task(supervisor.stop())
+    async with asyncio.timeout(30):
+        await waits.wait()
+        supervisor.hurry()
+        await stopping
+    assert texts[0] == "starting decode-0"
+    assert re.fullmatch(r"decode-0 ready \(\d+ s\)", texts[1])
+    assert texts[2:] == ["waiting for decode-0 to end"]
 
 
 async def test_child_that_never_gets_ready_is_killed_and_reported(spec: Callable[[str], ChildSpec]) -> None:

@@ -19,7 +19,14 @@ from prometheus_client import generate_latest
 
 from kvferry.config import TelemetryConfig
 from kvferry.errors import Unavailable
-from kvferry.telemetry import Metrics, configure_logging, log_event, start_telemetry
+from kvferry.telemetry import (
+    THIRD_PARTY_LEVELS,
+    CountingExporter,
+    Metrics,
+    configure_logging,
+    log_event,
+    start_telemetry,
+)
 
 
 class BlackHole(SpanExporter):
@@ -40,9 +47,12 @@ class BlackHole(SpanExporter):
 def root_logger() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
+    levels = {name: logging.getLogger(name).level for name in THIRD_PARTY_LEVELS}
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+    for name, its_level in levels.items():
+        logging.getLogger(name).setLevel(its_level)
 
 
 async def test_spans_carry_service_and_parent() -> None:
@@ -126,3 +136,44 @@ def test_logfmt_is_one_line_an_event_even_with_a_traceback() -> None:
     (line,) = stream.getvalue().splitlines()
     assert 'note="a \\"quoted\\" text" n=1.5 on=true exception="Traceback' in line
     assert "event=failed" in line
+
+
+@pytest.mark.usefixtures("root_logger")
+def test_debug_shows_our_events_and_not_those_of_libraries() -> None:
+    stream = io.StringIO()
+    configure_logging(TelemetryConfig(log_format="json", log_level="debug"), "router", "", stream)
+    for name in ("grpc._cython.cygrpc", "asyncio", "urllib3.connectionpool", "transformers.x", "opentelemetry.sdk"):
+        logging.getLogger(name).info("chatter")
+    logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").error("Failed to export traces")
+    log_event(logging.getLogger("kvferry.x"), "ours", level=logging.DEBUG)
+    (line,) = stream.getvalue().splitlines()
+    assert json.loads(line)["event"] == "ours"
+
+
+class FailingExporter(SpanExporter):
+    """Takes nothing."""
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        return SpanExportResult.FAILURE
+
+
+@pytest.mark.usefixtures("root_logger")
+def test_failing_exports_are_one_event_a_minute_with_a_count() -> None:
+    stream = io.StringIO()
+    configure_logging(TelemetryConfig(log_format="json"), "router", "", stream)
+    now_s = 100.0
+    exporter = CountingExporter(FailingExporter(), lambda number: None, lambda number: None, now_s=lambda: now_s)
+    span = ReadableSpan("x")
+    exporter.export([span] * 3)
+    now_s += 59
+    exporter.export([span] * 2)
+    now_s += 1
+    exporter.export([span] * 4)
+    exporter.export([span])
+    exporter.shutdown()
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [(line["event"], line["num_spans"]) for line in lines] == [
+        ("traces_not_exported", 3),
+        ("traces_not_exported", 6),
+        ("traces_not_exported", 1),
+    ]

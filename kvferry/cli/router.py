@@ -1,0 +1,58 @@
+"""The connection of a command to its router."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from kvferry.client import Client
+from kvferry.config import TelemetryConfig
+from kvferry.errors import Unavailable
+from kvferry.telemetry import configure_logging, start_telemetry
+
+CONNECT_TIMEOUT_S = 3.0
+
+
+@asynccontextmanager
+async def connected(target: str, traces: TelemetryConfig | None = None) -> AsyncIterator[Client]:
+    """A client of the router at `target` (host:port); raises Unavailable at once when nobody listens there.
+
+    Where `traces` names a collector, the client's spans are the roots of its requests' traces.
+    """
+    await _check_listens(target)
+    if traces is None or traces.otlp_endpoint is None:
+        async with Client(target) as client:
+            yield client
+        return
+    configure_logging(traces, "client", "cli")
+    telemetry = start_telemetry(traces, "client", "cli")
+    try:
+        async with Client(target, tracer=telemetry.tracer) as client:
+            yield client
+    finally:
+        await telemetry.shutdown()
+
+
+async def _check_listens(target: str) -> None:
+    """A bare connection first: unlike gRPC's own, its failure is known at once and has one plain reason."""
+    host, _, port = target.rpartition(":")
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except TimeoutError:
+        raise _no_router(target, f"no answer in {CONNECT_TIMEOUT_S:g} s") from None
+    except OSError as error:
+        raise _no_router(target, _reason(error)) from error
+    writer.close()
+
+
+def _no_router(target: str, reason: str) -> Unavailable:
+    return Unavailable(
+        f"no router answers at {target} ({reason}); start one with `kvferry up`, or give --target HOST:PORT"
+    )
+
+
+def _reason(error: OSError) -> str:
+    """In words; event loops word it themselves where several addresses were tried."""
+    return "connection refused" if isinstance(error, ConnectionRefusedError) else (error.strerror or str(error)).lower()
