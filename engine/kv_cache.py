@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from kvferry.errors import FailedPrecondition
 from kvferry.kv_layout import KvLayout
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -17,7 +18,10 @@ ALIGNMENT_BYTES = 64
 
 
 class PagedKvCache:
-    """Pool tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, zeroed at the start."""
+    """Pool tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, zeroed at the start.
+
+    Raises FailedPrecondition when there is not the memory for it.
+    """
 
     def __init__(self, layout: KvLayout, num_blocks: int, device: str = "cpu") -> None:
         self.layout = layout
@@ -43,6 +47,11 @@ class PagedKvCache:
 
 def _zeroed(num_bytes: int) -> torch.Tensor:
     """Zero bytes whose pages come when touched; `torch.zeros` touches all of them at once, seconds for a large pool."""
-    memory = np.zeros(num_bytes + ALIGNMENT_BYTES, dtype=np.uint8)
+    try:
+        memory = np.zeros(num_bytes + ALIGNMENT_BYTES, dtype=np.uint8)
+    except (MemoryError, ValueError, OverflowError) as error:  # the latter two: more than an address can hold
+        raise FailedPrecondition(
+            f"there is no memory for a pool of {num_bytes} bytes; lower engine.num_blocks or engine.kv_memory_bytes"
+        ) from error
     start = -memory.ctypes.data % ALIGNMENT_BYTES
     return torch.from_numpy(memory[start : start + num_bytes])

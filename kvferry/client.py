@@ -11,7 +11,7 @@ Leaving the block cancels the request, wherever it is. Errors are those of `kvfe
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -66,7 +66,9 @@ class GenerateOptions:
 
     def to_pb(self) -> inference_pb2.GenerateRequest:
         """The message; raises InvalidArgument for a value its field cannot hold."""
-        request = inference_pb2.GenerateRequest(model=self.model, tier=self.tier, request_id=self.request_id)
+        request = inference_pb2.GenerateRequest()
+        for name in _LABEL_FIELDS:
+            _set(request, name, getattr(self, name))
         _set_prompt(request, self.prompt)
         for name in _SAMPLING_FIELDS:
             _set(request.sampling, f"sampling.{name}", getattr(self, name))
@@ -77,6 +79,7 @@ class GenerateOptions:
         return request
 
 
+_LABEL_FIELDS = ("model", "tier", "request_id")
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed", "n")
 _STOPPING_FIELDS = ("max_tokens", "min_tokens", "include_stop_str_in_output", "ignore_eos", "time_limit_s")
 
@@ -85,10 +88,10 @@ def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
     if isinstance(prompt, str):
         _set(request, "prompt.text", prompt)
     elif prompt and isinstance(prompt[0], ChatMessage):
-        messages = [
+        messages = (  # made while `_extend` watches: text that is not UTF-8 is found here
             inference_pb2.ChatMessage(role=m.role, content=m.content) for m in prompt if isinstance(m, ChatMessage)
-        ]
-        request.chat.CopyFrom(inference_pb2.Chat(messages=messages))
+        )
+        _extend(request.chat.messages, "prompt.chat", messages)
     else:
         request.token_ids.SetInParent()
         _extend(request.token_ids.ids, "prompt.token_ids", prompt)
@@ -104,7 +107,7 @@ def _set(message: Any, path: str, value: object) -> None:
         raise InvalidArgument(path, f"cannot be {value!r:.80}: {error}") from error
 
 
-def _extend(target: Any, path: str, values: Sequence[object]) -> None:
+def _extend(target: Any, path: str, values: Iterable[object]) -> None:
     try:
         target.extend(values)
     except (ValueError, TypeError, UnicodeError) as error:
@@ -204,7 +207,8 @@ class Client:
 
     async def abort(self, *request_ids: str) -> Sequence[str]:
         """Ends requests by the server's id or the caller's label; returns the ids found running."""
-        request = inference_pb2.AbortRequest(request_ids=request_ids)
+        request = inference_pb2.AbortRequest()
+        _extend(request.request_ids, "request_ids", request_ids)
         response = await self._channel.unary(self._stub.Abort, request, timeout_s=CONTROL_TIMEOUT_S)
         return tuple(response.aborted_request_ids)
 

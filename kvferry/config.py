@@ -28,6 +28,8 @@ POOL_SHARE = 8
 """The pools of a machine take one part in eight of its memory by default: copies of a small model fit beside them."""
 MAX_DEFAULT_POOL_BYTES = 2 << 30
 MIN_DEFAULT_POOL_BYTES = 64 << 20
+MAX_DEFAULT_BLOCKS = 1 << 18
+"""Blocks of a scripted model are tiny: without this the books of its default pool would have millions of entries."""
 
 _Section = TypeVar("_Section", bound=BaseModel)
 
@@ -156,7 +158,10 @@ class EngineConfig(_Frozen):
         return max(MIN_DEFAULT_POOL_BYTES, min(MAX_DEFAULT_POOL_BYTES, share) // num_engines)
 
     def pool_blocks(self, block_bytes: int) -> int:
-        """Number of blocks of `block_bytes` each; raises InvalidArgument when fewer than two fit."""
+        """Number of blocks of `block_bytes` each; raises InvalidArgument when fewer than two fit.
+
+        At most `MAX_DEFAULT_BLOCKS` when neither `num_blocks` nor `kv_memory_bytes` is set.
+        """
         if self.num_blocks is not None:
             return self.num_blocks
         num_blocks = self.pool_bytes() // block_bytes
@@ -165,7 +170,7 @@ class EngineConfig(_Frozen):
                 "engine.kv_memory_bytes",
                 f"{self.pool_bytes()} bytes hold {num_blocks} blocks of {block_bytes} bytes; at least 2 are needed",
             )
-        return num_blocks
+        return num_blocks if self.kv_memory_bytes is not None else min(num_blocks, MAX_DEFAULT_BLOCKS)
 
 
 class TransferConfig(_Frozen):

@@ -4,6 +4,7 @@
         child = await supervisor.start(ChildSpec("decode-0", "decode_svc", [...], num_threads=1))
         …                                   # a child that dies is started again, after a growing pause
                                             # leaving the block drains all of them: SIGTERM, grace, SIGKILL by pid
+                                            # (`hurry` puts a second SIGTERM in place of the rest of the grace)
 
 A child says that it serves by one JSON line on standard output, `{"ready": true, "address": "host:port", …}`. Its
 standard input is a pipe that only this process holds, so it notices our death however that comes.
@@ -36,6 +37,10 @@ STEADY_AFTER_S = 30.0
 """A child that lived this long is restarted without delay again."""
 NUM_HELD_LINES = 20
 """Plain lines of a child that starts, kept for its error should it fail; nobody reads more of them there."""
+HURRY_GRACE_S = 3.0
+"""After its second SIGTERM a child ends its calls with a status at once; this is for writing them out."""
+SIGNALS_APART_S = 0.1
+"""Two equal signals that are pending at the same time count as one."""
 SHOW_WAITING_AFTER_S = 1.0
 """A drain that takes longer than this says what it waits for."""
 MAX_LINE_BYTES = 1 << 20
@@ -138,7 +143,7 @@ class Supervisor:
         return child
 
     def hurry(self) -> None:
-        """Cuts the grace period of a running `stop` short."""
+        """Cuts the grace of a running or coming `stop` short: a second SIGTERM, then SIGKILL to those that stay."""
         self._hurry.set()
 
     async def stop_child(self, child: Child) -> None:
@@ -157,7 +162,7 @@ class Supervisor:
         for watcher in watchers:
             watcher.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
-        running = [child for child in children if child.process.returncode is None]
+        running = _still_running(children)
         for child in running:
             _signal(child, signal.SIGTERM)
         if running:
@@ -167,19 +172,23 @@ class Supervisor:
         ended = asyncio.gather(*(child.process.wait() for child in running))
         hurry = asyncio.ensure_future(self._hurry.wait())
         telling = asyncio.ensure_future(self._tell_waiting(running))
+        await asyncio.wait([ended], timeout=SIGNALS_APART_S)
         either: list[asyncio.Future[Any]] = [ended, hurry]
         await asyncio.wait(either, timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
+        if hurry.done() and not ended.done():
+            for child in _still_running(running):
+                _signal(child, signal.SIGTERM)
+            await asyncio.wait([ended], timeout=HURRY_GRACE_S)
         hurry.cancel()
         telling.cancel()
-        for child in running:
-            if child.process.returncode is None:
-                log_event(logger, "child_killed", level=logging.WARNING, child=child.spec.name, pid=child.pid)
-                _signal(child, signal.SIGKILL)
+        for child in _still_running(running):
+            log_event(logger, "child_killed", level=logging.WARNING, child=child.spec.name, pid=child.pid)
+            _signal(child, signal.SIGKILL)
         await ended
 
     async def _tell_waiting(self, children: Sequence[Child]) -> None:
         await asyncio.sleep(SHOW_WAITING_AFTER_S)
-        names = [child.spec.name for child in children if child.process.returncode is None]
+        names = [child.spec.name for child in _still_running(children)]
         self._report(f"waiting for {', '.join(names)} to end", "children_draining", children=names)
 
     async def _keep_alive(self, child: Child) -> None:
@@ -292,6 +301,10 @@ def _tail(child: Child) -> str:
     if plain:
         return f": {plain[-1]}"
     return "".join(f"\n  {line}" for line in lines)
+
+
+def _still_running(children: Sequence[Child]) -> list[Child]:
+    return [child for child in children if child.process.returncode is None]
 
 
 def _signal(child: Child, number: signal.Signals) -> None:

@@ -14,7 +14,10 @@ from kvferry.sampling import Finish
 
 @dataclass(frozen=True, slots=True)
 class WorkersChosen:
-    """The pair for the next attempt; a role that the attempt does not need is None."""
+    """The pair for the next attempt; a role that the attempt does not need is None.
+
+    Without a prefill worker the decode worker computes the prompt itself.
+    """
 
     prefill: str | None
     decode: str | None
@@ -132,7 +135,7 @@ Event = (
 class ChooseWorkers:
     """Choose a pair for attempt number `attempt`, if possible without the workers in `excluding`.
 
-    `cause` is what ended the attempt before it; `is_resume`: that one had made progress.
+    `cause` is what ended the attempt before it; `is_resume`: the client has tokens of it.
     """
 
     attempt: int

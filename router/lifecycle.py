@@ -155,13 +155,13 @@ class RequestLifecycle:
         self._decode_worker: str | None = None
         self._prefill_open = False
         self._decode_open = False
+        self._is_local = self._local_prefill  # this attempt's decode computes the prompt itself
         self._committed = False
         self._early: dict[int, int] = {}  # tokens by index that wait for one before them
         self._finish: Finish | None = None  # reported, perhaps while tokens before it are missing
         self._finish_length = 0  # output tokens there are at that finish
 
     def _next_attempt(self, cause: KvferryError | None = None) -> list[Action]:
-        is_resume = cause is not None and len(self._output) > self._base_index
         self._begin_attempt()
         self._attempt += 1
         self._phase = Phase.QUEUED
@@ -172,7 +172,7 @@ class RequestLifecycle:
                 needs_decode=self._local_prefill or self._num_tokens_left > 1,
                 excluding=self._excluding,
                 cause=cause,
-                is_resume=is_resume,
+                is_resume=len(self._output) > 0,
             )
         ]
 
@@ -190,14 +190,15 @@ class RequestLifecycle:
         self._prefill_worker, self._decode_worker = event.prefill, event.decode
         if event.decode is None:
             return self._open_prefill(target=None)
+        self._is_local = event.prefill is None
         self._phase = Phase.REGISTERING
         self._decode_open = True
-        return [OpenDecode(self._attempt, event.decode, self._known_token_ids, self._local_prefill)]
+        return [OpenDecode(self._attempt, event.decode, self._known_token_ids, self._is_local)]
 
     def _on_registered(self, event: Registered) -> list[Action]:
         if self._phase is not Phase.REGISTERING:
             return []
-        if self._local_prefill:
+        if self._is_local:
             self._phase = Phase.PREFILLING
             self._committed = True  # nothing has to arrive
             return []
@@ -230,7 +231,7 @@ class RequestLifecycle:
             return self._attempt_failed(Internal("decode sent tokens before it was committed"), self._decode_worker)
         if event.finish is not None:
             self._decode_open = False
-        if self._local_prefill:
+        if self._is_local:
             self._phase = Phase.DECODING
         return self._accept(event.token_index, event.token_ids, event.finish)
 

@@ -48,7 +48,7 @@ from router.ledger import RequestLedger
 from router.lifecycle import RequestLifecycle
 from router.membership import Membership
 from router.output import ChoiceOutput
-from router.selection import Pair, PairSelector
+from router.selection import Needs, Pair, PairSelector
 from router.tracing import AttemptSpans
 from router.validation import Request
 
@@ -263,10 +263,18 @@ class RequestRun:
 
     def _try_choose(self, action: ChooseWorkers, *, allow_excluded: bool) -> Pair:
         return self._cluster.selector.choose(
-            needs_prefill=action.needs_prefill,
-            needs_decode=action.needs_decode,
-            excluding=action.excluding,
-            allow_excluded=allow_excluded,
+            self._needs(action), excluding=action.excluding, allow_excluded=allow_excluded
+        )
+
+    def _needs(self, action: ChooseWorkers) -> Needs:
+        num_prompt_tokens, served = len(self._prepared.prompt_token_ids), self._cluster.membership.served
+        num_known_tokens = num_prompt_tokens + self._lifecycle.num_emitted_tokens
+        num_last_tokens = num_prompt_tokens + self._prepared.sampling.max_tokens - 1  # the last one's KV is not kept
+        return Needs(
+            prefill=action.needs_prefill,
+            decode=action.needs_decode,
+            num_prefill_blocks=served.layout.num_blocks_for(num_known_tokens) if served else 0,
+            num_decode_blocks=served.layout.num_blocks_for(num_last_tokens) if served else 0,
         )
 
     def _chosen(self, pair: Pair) -> None:

@@ -19,6 +19,16 @@ class Pair:
     decode: Worker | None
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What an attempt needs of each role; a pool must hold its whole sequence there."""
+
+    prefill: bool
+    decode: bool
+    num_prefill_blocks: int = 0
+    num_decode_blocks: int = 0
+
+
 class PairSelector:
     """Chooses pairs among the members."""
 
@@ -26,12 +36,11 @@ class PairSelector:
         self._membership = membership
         self._turns = itertools.count()
 
-    def choose(
-        self, *, needs_prefill: bool, needs_decode: bool, excluding: frozenset[str], allow_excluded: bool = True
-    ) -> Pair:
-        """The least loaded pair, without the addresses in `excluding` where others are ready.
+    def choose(self, needs: Needs, *, excluding: frozenset[str], allow_excluded: bool = True) -> Pair:
+        """The least loaded pair with room, without the addresses in `excluding` where others are ready.
 
-        With `allow_excluded` an excluded worker serves where no other is ready.
+        With `allow_excluded` an excluded worker serves where no other is ready. Where no ready prefill worker's pool
+        can hold the tokens known by now (a resume has more of them than the prompt), decode computes them itself.
 
         Raises Unavailable naming the role, the addresses and why each is not ready. A role that is missing refuses the
         attempt even where it needs only the other, so that nothing reaches half a pair.
@@ -40,13 +49,22 @@ class PairSelector:
         if missing:
             raise Unavailable("; ".join(missing), retry_after_s=1.0)
         turn = next(self._turns)
-        return Pair(
-            prefill=self._best(Role.PREFILL, excluding, allow_excluded, turn) if needs_prefill else None,
-            decode=self._best(Role.DECODE, excluding, allow_excluded, turn) if needs_decode else None,
-        )
+        prefill = None
+        has_room = bool(self._with_room(Role.PREFILL, needs.num_prefill_blocks))
+        if needs.prefill and has_room:
+            prefill = self._best(Role.PREFILL, needs.num_prefill_blocks, excluding, allow_excluded, turn)
+        decode = None
+        if needs.decode or prefill is None:
+            decode = self._best(Role.DECODE, needs.num_decode_blocks, excluding, allow_excluded, turn)
+        return Pair(prefill, decode)
 
-    def _best(self, role: Role, excluding: frozenset[str], allow_excluded: bool, turn: int) -> Worker:
-        ready = self._membership.ready(role)
+    def _with_room(self, role: Role, num_blocks: int) -> list[Worker]:
+        return [worker for worker in self._membership.ready(role) if worker.num_blocks >= num_blocks]
+
+    def _best(self, role: Role, num_blocks: int, excluding: frozenset[str], allow_excluded: bool, turn: int) -> Worker:
+        ready = self._with_room(role, num_blocks)
+        if not ready:
+            raise Unavailable(f"no ready {role.value} worker has a pool of {num_blocks} blocks", retry_after_s=1.0)
         others = [worker for worker in ready if worker.address not in excluding]
         if not others and not allow_excluded:
             raise Unavailable(f"every ready {role.value} worker has failed this request before", retry_after_s=1.0)

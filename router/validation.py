@@ -19,6 +19,8 @@ from router.text.chat_template import FIELD as CHAT_FIELD
 from router.text.chat_template import ChatMessage
 from router.text.tokenizer import TEXT_FIELD
 
+MAX_CHAT_MESSAGES = 2_048
+"""Every message costs work in Python while others wait; no conversation within a context has more."""
 MAX_REQUEST_ID_CHARS = 256
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
@@ -322,6 +324,10 @@ def _prompt(message: pb.GenerateRequest, limits: Limits) -> Prompt:
 def _chat(chat: pb.Chat) -> ChatPrompt:
     if not chat.messages:
         raise InvalidArgument(f"{CHAT_FIELD}.messages", "is empty; at least one message is needed")
+    if len(chat.messages) > MAX_CHAT_MESSAGES:
+        raise InvalidArgument(
+            f"{CHAT_FIELD}.messages", f"has {len(chat.messages)} messages; at most {MAX_CHAT_MESSAGES} are allowed"
+        )
     for index, message in enumerate(chat.messages):
         if not message.role:
             raise InvalidArgument(f"{CHAT_FIELD}.messages[{index}].role", "is empty")

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from kvferry.cli.console import write, write_json
+from kvferry.cli.console import write, write_error, write_json
 from kvferry.cli.options import ConfigOption, SetOption, TargetOption, configuration, target_of
 from kvferry.cli.router import connected
 from kvferry.client import ChatMessage, Client, Completion, GenerateOptions, Prompt
 from kvferry.config import Config
-from kvferry.errors import DeadlineExceeded, InvalidArgument
+from kvferry.errors import DeadlineExceeded, InvalidArgument, KvferryError
 from kvferry.rpc import run
 
 CHAT_TEMPERATURE = 0.2
 CHAT_TOP_P = 0.9
 """What the makers of SmolLM2, the default model, recommend for conversations."""
+MAX_TIMEOUT_S = 1e6
+"""Eleven days; gRPC cannot hold a deadline without end."""
 
 MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Most output tokens.")]
 Temperature = Annotated[float | None, typer.Option("--temperature", help="0 is greedy.")]
@@ -31,15 +34,17 @@ ChatTemperature = Annotated[float, typer.Option("--temperature", help="0 is gree
 ChatTopP = Annotated[float, typer.Option("--top-p", help="Smallest set of tokens with this probability.")]
 
 
-def _positive(seconds: float | None) -> float | None:
-    if seconds is not None and not seconds > 0:
+def _deadline(seconds: float | None) -> float | None:
+    if seconds is not None and not seconds > 0:  # also what is no number
         raise typer.BadParameter(f"must be above 0, got {seconds:g}")
+    if seconds is not None and seconds > MAX_TIMEOUT_S:
+        raise typer.BadParameter(f"must be at most {MAX_TIMEOUT_S:.0f}, got {seconds:g}")
     return seconds
 
 
 Timeout = Annotated[
     float | None,
-    typer.Option("--timeout", metavar="SECONDS", callback=_positive, help="Deadline of the request, above 0."),
+    typer.Option("--timeout", metavar="SECONDS", callback=_deadline, help="Deadline of the request, above 0."),
 ]
 
 
@@ -92,7 +97,7 @@ def generate(
         seed=seed,
         n=n,
         stop=stop or (),
-        stop_token_ids=_ids("--stop-token-ids", stop_token_ids) if stop_token_ids else (),
+        stop_token_ids=_ids("--stop-token-ids", stop_token_ids) if stop_token_ids is not None else (),
         ignore_eos=True if ignore_eos else None,
         tier=tier,
         request_id=request_id,
@@ -113,10 +118,14 @@ def chat(
     config: ConfigOption = None,
     settings: SetOption = None,
 ) -> None:
-    """Talks with the model; an empty line or Ctrl-D ends. Samples as SmolLM2's makers recommend."""
+    """Talks with the model; an empty line or Ctrl-D ends. Samples as SmolLM2's makers recommend.
+
+    A turn that fails is told and dropped; the conversation goes on.
+    """
     effective = configuration(config, settings)
     address = target_of(target, effective)
     messages = [ChatMessage("system", system)] if system else []
+    _accept_any_bytes()
     while line := _read_line():
         messages.append(ChatMessage("user", line))
         options = GenerateOptions(
@@ -125,6 +134,10 @@ def chat(
         try:
             answer = run(_generate(address, effective, options, None, is_quiet=False))
         except KeyboardInterrupt:  # ends this answer, not the conversation
+            messages.pop()
+            continue
+        except KvferryError as error:
+            write_error(error.message)
             messages.pop()
             continue
         messages.append(ChatMessage("assistant", answer.choices[0].text if answer.choices else ""))
@@ -203,7 +216,16 @@ def _prompt(text: str | None, token_ids: str | None) -> Prompt:
         raise typer.BadParameter("give either PROMPT or --prompt-token-ids")
     if token_ids is not None:
         return _ids("--prompt-token-ids", token_ids)
-    return sys.stdin.read() if text == "-" else text or ""
+    if text != "-":
+        return text or ""
+    _accept_any_bytes()
+    return sys.stdin.read()
+
+
+def _accept_any_bytes() -> None:
+    """Bytes of standard input that are not UTF-8 become lone surrogates, which the request refuses by its field."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
 
 
 def _ids(option: str, text: str) -> Sequence[int]:

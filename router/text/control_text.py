@@ -23,7 +23,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import zip_longest
 
 from tokenizers import AddedToken, Tokenizer
@@ -70,6 +69,10 @@ class ControlText:
         }
         # Such tokens are looked for in normalised text, so other text than their own may give them.
         self._may_hide = tokenizer.normalizer is not None and any(added[i].normalized for i in self._controls)
+        self._plain = self._without_controls()
+        guard_id = self._plain.token_to_id(GUARD)
+        assert guard_id is not None
+        self._guard_id = guard_id
 
     def mark(self, messages: Sequence[ChatMessage]) -> list[ChatMessage] | None:
         """The messages with every control text in a content between marks; None where there is none to mark.
@@ -119,15 +122,8 @@ class ControlText:
         found = zip(encoding.ids, encoding.offsets, strict=True)
         return [_Span(token_id, start, end) for token_id, (start, end) in found if token_id in self._controls]
 
-    @cached_property
-    def _guard_id(self) -> int:
-        guard_id = self._plain.token_to_id(GUARD)
-        assert guard_id is not None
-        return guard_id
-
-    @cached_property
-    def _plain(self) -> Tokenizer:
-        """The tokenizer without control tokens and with the guard; made when a chat first needs it."""
+    def _without_controls(self) -> Tokenizer:
+        """The tokenizer without control tokens and with the guard. Takes half a second, so it is made at the start."""
         config = json.loads(self._tokenizer.to_str())
         for token in config["added_tokens"]:
             token["special"] = token["id"] in self._controls

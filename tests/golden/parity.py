@@ -8,6 +8,7 @@ Anything that turns prompts into tokens can be judged: a `GreedyGenerate` is a s
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -117,16 +118,20 @@ def check_parity(
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """One prompt of random tokens for each length."""
-    generator = random.Random(seed)
-    return [[generator.randrange(vocab_size) for _ in range(length)] for length in lengths]
+    """One prompt of random tokens for each length; prompts of one length differ, and are the same in every list."""
+    seen: Counter[int] = Counter()
+    prompts = []
+    for length in lengths:
+        generator = random.Random(f"{seed}/{length}/{seen[length]}")
+        seen[length] += 1
+        prompts.append([generator.randrange(vocab_size) for _ in range(length)])
+    return prompts
 
 
 def sweep_lengths(block_size: int, num_long: int = 100, longest: int = 1500, seed: int = 0) -> list[int]:
-    """Every length from 1 to three blocks and one token, and `num_long` longer ones."""
+    """Every length from 1 to three blocks and one token, and `num_long` longer ones, the same for every block size."""
     generator = random.Random(seed)
-    short = list(range(1, 3 * block_size + 2))
-    return short + [generator.randint(short[-1] + 1, longest) for _ in range(num_long)]
+    return list(range(1, 3 * block_size + 2)) + [generator.randint(100, longest) for _ in range(num_long)]
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.kv_cache import TORCH_DTYPES, PagedKvCache
+from kvferry.errors import FailedPrecondition
 from kvferry.kv_layout import KvLayout
 
 
@@ -45,3 +46,11 @@ def test_a_block_outside_the_pool_is_our_own_fault() -> None:
     for block_id in (-1, 5):
         with pytest.raises(AssertionError):
             cache.block_view(block_id)
+
+
+@pytest.mark.parametrize("num_blocks", [1 << 47, 1 << 80])
+def test_a_pool_too_large_for_memory_is_refused_by_name(num_blocks: int) -> None:
+    layout = KvLayout(2, 3, 4, 8, "float32", "model")
+    words = rf"{num_blocks * layout.block_bytes} bytes; lower engine\.num_blocks or engine\.kv_memory_bytes"
+    with pytest.raises(FailedPrecondition, match=words):
+        PagedKvCache(layout, num_blocks)

@@ -54,7 +54,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {**kept, "KVFERRY_MODEL__CACHE_DIR": str(tmp_path / "cache"), "COLUMNS": "100", "NO_COLOR": "1"}
 
 
-async def kvferry(environment: dict[str, str], *arguments: str, stdin: str = "") -> Outcome:
+async def kvferry(environment: dict[str, str], *arguments: str, stdin: str | bytes = "") -> Outcome:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvferry.cli.app", *arguments),
         stdin=asyncio.subprocess.PIPE,
@@ -62,7 +62,7 @@ async def kvferry(environment: dict[str, str], *arguments: str, stdin: str = "")
         stderr=asyncio.subprocess.PIPE,
         env=environment,
     )
-    stdout, stderr = await process.communicate(stdin.encode())
+    stdout, stderr = await process.communicate(stdin.encode() if isinstance(stdin, str) else stdin)
     return Outcome(process.returncode, stdout.decode(), stderr.decode())
 
 
@@ -124,6 +124,17 @@ async def test_chat_keeps_the_conversation(environment: dict[str, str], router: 
     assert second.sampling == inference_pb2.SamplingOptions(temperature=0.2, top_p=0.9)
 
 
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+async def test_failed_turn_is_told_and_dropped(environment: dict[str, str], router: Running, locale: str) -> None:
+    arguments = ["chat", "--target", router.address]
+    outcome = await kvferry({**environment, "LC_ALL": locale}, *arguments, stdin=b"ab\xff\xfe\ntwo\n")
+    assert (outcome.code, outcome.stdout) == (0, TEXT + "\n")
+    assert outcome.stderr.startswith("error: prompt.chat: ")
+    assert len(outcome.stderr.splitlines()) == 1
+    (request,) = router.fake.requests
+    assert [message.content for message in request.chat.messages] == ["two"]
+
+
 class StallingRouter(FakeRouter):
     """Sends one token and no more."""
 
@@ -170,6 +181,9 @@ async def test_workers_as_json_and_as_a_table(environment: dict[str, str], route
         (("generate", "--max-tokens", "-1", "x"), 1, "error: stopping.max_tokens: cannot be -1"),
         (("generate", "--timeout", "0", "x"), 2, "must be above 0, got 0"),
         (("generate", "--timeout", "-1", "x"), 2, "must be above 0, got -1"),
+        (("generate", "--timeout", "nan", "x"), 2, "must be above 0, got nan"),
+        (("generate", "--timeout", "inf", "x"), 2, "must be at most 1000000, got inf"),
+        (("generate", "--stop-token-ids", "", "x"), 1, "error: --stop-token-ids: must be numbers"),
         (("generate",), 2, "give either PROMPT or --prompt-token-ids"),
         (("generate", "--no-such-option"), 2, "No such option"),
         (("config", "--set", "engine.block_sise=8"), 1, "error: engine.block_sise: unknown key; the nearest known"),

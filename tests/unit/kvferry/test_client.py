@@ -75,6 +75,10 @@ def test_unset_options_stay_unset_and_set_ones_are_all_sent() -> None:
         (GenerateOptions(prompt="x", seed=2**64), "sampling.seed"),
         (GenerateOptions(prompt=[-1]), "prompt.token_ids"),
         (GenerateOptions(prompt="\ud800"), "prompt.text"),
+        (GenerateOptions(prompt="x", model="\ud800"), "model"),
+        (GenerateOptions(prompt="x", tier="\ud800"), "tier"),
+        (GenerateOptions(prompt="x", request_id="\ud800"), "request_id"),
+        (GenerateOptions(prompt=[ChatMessage("user", "\ud800")]), "prompt.chat"),
         (GenerateOptions(prompt="x", stop_token_ids=[2**32]), "stopping.stop_token_ids"),
     ],
 )

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.config import Config, EngineConfig, ModelConfig, child_environment, load_config, to_toml
+from kvferry.config import (
+    MAX_DEFAULT_BLOCKS,
+    Config,
+    EngineConfig,
+    ModelConfig,
+    child_environment,
+    load_config,
+    to_toml,
+)
 from kvferry.errors import InvalidArgument, NotFound
 from kvferry.host import memory_limit_bytes, num_cores
 
@@ -157,6 +165,11 @@ def test_default_pool_is_an_eighth_of_memory_within_bounds() -> None:
     assert EngineConfig(num_blocks=5).pool_blocks(block_bytes=1 << 16) == 5
     with pytest.raises(InvalidArgument, match=r"engine\.kv_memory_bytes.*hold 1 blocks"):
         EngineConfig(kv_memory_bytes=1 << 16).pool_blocks(block_bytes=1 << 16)
+
+
+def test_default_pool_of_tiny_blocks_is_capped_and_a_wanted_one_is_not() -> None:
+    assert EngineConfig().pool_blocks(block_bytes=32) == MAX_DEFAULT_BLOCKS == 262_144
+    assert EngineConfig(kv_memory_bytes=64 << 20).pool_blocks(block_bytes=32) == 1 << 21
 
 
 def test_container_limits_are_honoured(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ if mode == "hangs":
     time.sleep(600)
 if mode == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+elif mode == "drains":
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)))
 else:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 print("some library printed this", flush=True)
@@ -82,6 +84,7 @@ async def test_what_a_failing_child_says_is_shown_once(spec: Callable[[str], Chi
 
 async def test_start_and_drain_are_reported(spec: Callable[[str], ChildSpec], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.supervisor.SHOW_WAITING_AFTER_S", 0.0)
+    monkeypatch.setattr("kvferry.supervisor.HURRY_GRACE_S", 0.1)
     texts: list[str] = []
     waits = asyncio.Event()
 
@@ -126,7 +129,10 @@ async def test_child_that_dies_is_started_again_on_its_address(spec: Callable[[s
 
 
 @pytest.mark.parametrize("how", ["grace", "hurry"])
-async def test_child_that_ignores_sigterm_is_killed(spec: Callable[[str], ChildSpec], how: str) -> None:
+async def test_child_that_ignores_sigterm_is_killed(
+    spec: Callable[[str], ChildSpec], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.supervisor.HURRY_GRACE_S", 0.1)
     supervisor = Supervisor(grace_s=0.1 if how == "grace" else 600)
     child = await supervisor.start(spec("stubborn"))
     if how == "hurry":
@@ -134,6 +140,15 @@ async def test_child_that_ignores_sigterm_is_killed(spec: Callable[[str], ChildS
     async with asyncio.timeout(30):
         await supervisor.stop()
     assert child.process.returncode == -signal.SIGKILL
+
+
+async def test_hurried_child_ends_by_a_second_sigterm(spec: Callable[[str], ChildSpec]) -> None:
+    supervisor = Supervisor(grace_s=600)
+    child = await supervisor.start(spec("drains"))
+    supervisor.hurry()
+    async with asyncio.timeout(30):
+        await supervisor.stop()
+    assert child.process.returncode == 7
 
 
 PARENT = """

@@ -25,7 +25,8 @@ class RecordingStream:
             self.has_two.set()
 
     async def read(self) -> ReceiverMessage:
-        return await asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[ReceiverMessage] = asyncio.get_running_loop().create_future()
+        return await answer
 
 
 async def test_no_heartbeat_overtakes_the_offer() -> None:

@@ -288,3 +288,13 @@ def test_what_a_worker_adds_beyond_max_tokens_is_never_emitted() -> None:
     life = at_decoding(max_tokens=2)
     actions: list[Action] = life.handle(Tokens(1, 1, (51, 52, 53)))
     assert actions == [Emit(1, (51,))]
+
+
+def test_without_a_prefill_worker_decode_computes_what_is_known_by_now() -> None:
+    life = RequestLifecycle(PROMPT, 8)
+    life.start()
+    assert life.handle(WorkersChosen(None, "d0")) == [OpenDecode(1, "d0", PROMPT, local_prefill=True)]
+    assert life.handle(Registered(1, 5, "d0:9")) == []
+    assert life.handle(Tokens(1, 0, (7,))) == [Emit(0, (7,))]
+    life.handle(DecodeFailed(1, GONE))
+    assert life.handle(WorkersChosen("p0", "d1")) == [OpenDecode(2, "d1", (*PROMPT, 7), local_prefill=False)]
