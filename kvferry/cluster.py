@@ -190,9 +190,7 @@ def _divided(config: Config, num_engines: int) -> Config:
     """With the machine's cores and memory divided among its engines, where the configuration does not say."""
     engine = config.engine
     num_threads = engine.num_threads or max(1, num_cores() // num_engines)
-    is_pool_set = engine.num_blocks is not None or engine.kv_memory_bytes is not None
-    pool_bytes = engine.kv_memory_bytes if is_pool_set else engine.pool_bytes(num_engines=num_engines)
-    return config.replace("engine", num_threads=num_threads, kv_memory_bytes=pool_bytes)
+    return config.replace("engine", num_threads=num_threads, engines_per_machine=num_engines)
 
 
 async def _finish(ending: Coroutine[Any, Any, None]) -> None:

@@ -144,18 +144,17 @@ class EngineConfig(_Frozen):
     """Share of the blocks kept free on admission so that running sequences can grow."""
     prefix_caching: bool = True
     """Whether blocks of earlier prompts are used again."""
+    engines_per_machine: int = Field(default=1, ge=1)
+    """Engines that share the default pool of this machine; `kvferry up` sets it."""
     num_threads: int | None = Field(default=None, ge=1)
     """Threads of one engine; `kvferry up` divides the cores among its engines when unset."""
 
-    def pool_bytes(self, memory_bytes: int | None = None, num_engines: int = 1) -> int:
-        """Memory for one pool when `num_blocks` is unset; `memory_bytes` stands in for the machine's.
-
-        The default for the machine is divided among the `num_engines` on it.
-        """
+    def pool_bytes(self, memory_bytes: int | None = None) -> int:
+        """Memory for one pool when `num_blocks` is unset; `memory_bytes` stands in for the machine's."""
         if self.kv_memory_bytes is not None:
             return self.kv_memory_bytes
         share = (memory_limit_bytes() if memory_bytes is None else memory_bytes) // POOL_SHARE
-        return max(MIN_DEFAULT_POOL_BYTES, min(MAX_DEFAULT_POOL_BYTES, share) // num_engines)
+        return max(MIN_DEFAULT_POOL_BYTES, min(MAX_DEFAULT_POOL_BYTES, share) // self.engines_per_machine)
 
     def pool_blocks(self, block_bytes: int) -> int:
         """Number of blocks of `block_bytes` each; raises InvalidArgument when fewer than two fit.

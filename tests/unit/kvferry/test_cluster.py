@@ -88,7 +88,7 @@ async def test_ready_line_then_serving_until_sigterm_with_exit_code_0(folder: Pa
     events = {event["event"]: event for event in map(json.loads, stderr.splitlines())}  # nothing else on stderr
     start = events["cluster_starting"]
     assert (start["num_prefill"], start["num_decode"]) == (1, 2)
-    assert start["kv_memory_bytes"] == EngineConfig().pool_bytes(num_engines=3)
+    assert start["kv_memory_bytes"] == EngineConfig(engines_per_machine=3).pool_bytes()
     assert events["child_ready"]["after_s"] > 0
     assert events["draining"]["grace_s"] == 30
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -158,8 +158,8 @@ def test_default_pool_is_an_eighth_of_memory_within_bounds() -> None:
     engine = EngineConfig()
     assert engine.pool_bytes(8 * gib) == gib
     assert engine.pool_bytes(64 * gib) == 2 * gib
-    assert engine.pool_bytes(64 * gib, num_engines=4) == gib // 2
-    assert EngineConfig(kv_memory_bytes=gib).pool_bytes(64 * gib, num_engines=4) == gib
+    assert EngineConfig(engines_per_machine=4).pool_bytes(64 * gib) == gib // 2
+    assert EngineConfig(kv_memory_bytes=gib, engines_per_machine=4).pool_bytes(64 * gib) == gib
     assert engine.pool_bytes(1 << 20) == 64 << 20
     assert EngineConfig(kv_memory_bytes=1 << 20).pool_blocks(block_bytes=1 << 16) == 16
     assert EngineConfig(num_blocks=5).pool_blocks(block_bytes=1 << 16) == 5
