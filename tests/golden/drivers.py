@@ -13,6 +13,8 @@ from kvferry.config import Config, EngineConfig, ModelConfig
 from kvferry.sampling import SamplingParams
 from tests.support.workers import assert_idle, make_spec, running_pair
 
+LONGEST_CALL_S = 3_600.0
+"""The caller that plays the router sends no heartbeats, and a call takes long where 32 share a slow machine."""
 AT_ONCE = 32
 """Sequences in flight."""
 
@@ -81,7 +83,7 @@ class PairDriver:
 
     async def _generate(self, prompts: SequenceOf[SequenceOf[int]], num_tokens: int) -> list[list[int]]:
         places = asyncio.Semaphore(self._at_once)
-        async with running_pair(self._config, timeout_s=60.0) as (prefill, decode, caller):
+        async with running_pair(self._config, timeout_s=LONGEST_CALL_S) as (prefill, decode, caller):
 
             async def one(number: int, prompt: SequenceOf[int]) -> list[int]:
                 async with places:
