@@ -92,10 +92,16 @@ class DecodeAdmission:
         if not len(self._waiting) or self._core.scheduler.has_preempted:
             return []
 
+        num_seats = self._core.scheduler.max_running - self._num_seats_taken
+
         def try_grant(sequence: Sequence) -> Admission:
-            if self._num_seats_taken >= self._core.scheduler.max_running:
+            nonlocal num_seats
+            if num_seats <= 0:
                 return Admission.CLOSED
-            return Admission.TAKEN if self._core.reserve(sequence) else Admission.NO_ROOM
+            if not self._core.reserve(sequence):
+                return Admission.NO_ROOM
+            num_seats -= 1
+            return Admission.TAKEN
 
         return [GrantMade(sequence.seq_id, self._wanted(sequence)) for sequence in self._waiting.admit(try_grant)]
 
