@@ -4,6 +4,7 @@
 #   make test           the suite          make check   ruff, mypy, import-linter, buf
 #   make sweep | soak   the long ones      make bench   measurements
 #   make protos         generate stubs     make lock    resolve requirements.lock anew
+#   make bench ARGS=paper   the paper's tables, simulated over the real block manager and scheduler
 # PYTHON chooses the interpreter (3.11 or later) the environment is made with; ARGS is passed on to kvferry or pytest.
 
 PYTHON ?= python3
@@ -66,7 +67,7 @@ $(VENV)/.protos: $(PROTOS) $(STAMP)
 # Resolved in an environment of its own, so that nothing installed by hand slips in; +local suffixes name this machine's build.
 lock:
 	$(PYTHON) -m venv --clear .venv-lock
-	.venv-lock/bin/python -m pip --disable-pip-version-check install --quiet '$(TORCH)' '.[dev]'
+	.venv-lock/bin/python -m pip --disable-pip-version-check install --quiet '$(TORCH)' '.[bench,dev]'
 	{ head -1 requirements.lock; .venv-lock/bin/python -m pip --disable-pip-version-check freeze --exclude kvferry --exclude pip; .venv-lock/bin/python -c 'from importlib.metadata import version; print("setuptools==" + version("setuptools"))'; } \
 	  | sed -E 's/\+[a-z0-9.]+$$//' | awk '!seen[$$0]++' > requirements.lock.new
 	mv requirements.lock.new requirements.lock

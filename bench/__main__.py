@@ -12,10 +12,11 @@ import sys
 from pathlib import Path
 
 from bench.environment import describe
+from bench.memory import run_memory
 from bench.serve import run_serve
 from bench.ship import run_ship
 
-BENCHES = {"ship": run_ship, "serve": run_serve}
+BENCHES = {"ship": run_ship, "serve": run_serve, "memory": run_memory}
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.core import EngineCore
+from engine.forward_batch import SampledToken
 from engine.outputs import GrantMade, Output, SequenceCommitted
 from engine.sequence import Sequence, SequenceStatus
 from engine.waiting_queue import Admission, WaitingQueue
@@ -40,7 +41,7 @@ class DecodeAdmission:
         self._core = core
         self._waiting = WaitingQueue()
         self._committed: set[str] = set()
-        self._new_commits: list[Output] = []  # at most one an attempt, told at the next step
+        self._new_commits: list[Output] = []  # at most two an attempt, told at the next step
 
     @property
     def num_waiting(self) -> int:
@@ -52,8 +53,7 @@ class DecodeAdmission:
 
     def unregister(self, seq_id: str) -> None:
         """Ends an attempt in whatever state it is; an unknown id does nothing."""
-        sequence = self._core.remove(seq_id)
-        if sequence is not None:
+        for sequence in self._core.remove(seq_id):
             self._waiting.remove(sequence)
         self._committed.discard(seq_id)
 
@@ -96,11 +96,13 @@ class DecodeAdmission:
 
         def try_grant(sequence: Sequence) -> Admission:
             nonlocal num_seats
-            if num_seats <= 0:
+            if num_seats < min(sequence.num_seats, self._core.scheduler.max_running):
                 return Admission.CLOSED
+            if self._core.is_prefix_on_its_way(sequence):
+                return Admission.DEFERRED
             if not self._core.reserve(sequence):
-                return Admission.NO_ROOM
-            num_seats -= 1
+                return Admission.DEFERRED if self._core.block_manager.is_over_quota(sequence) else Admission.NO_ROOM
+            num_seats -= sequence.num_seats
             return Admission.TAKEN
 
         return [GrantMade(sequence.seq_id, self._wanted(sequence)) for sequence in self._waiting.admit(try_grant)]
@@ -109,7 +111,7 @@ class DecodeAdmission:
     def _num_seats_taken(self) -> int:
         """Sequences in the batch and those that will join it when their KV is here."""
         in_batch = (SequenceStatus.RESERVED, SequenceStatus.RUNNING)
-        return sum(sequence.status in in_batch for sequence in self._core.sequences.values())
+        return sum(one.num_seats for one in self._core.sequences.values() if one.status in in_batch)
 
     def _wanted(self, sequence: Sequence) -> tuple[int, ...]:
         block_size = self._core.layout.block_size
@@ -132,23 +134,37 @@ class DecodeAdmission:
         if sequence.status is SequenceStatus.RESERVED:
             self._core.release_reservation(sequence, num_arrived_tokens)
 
-    def commit(self, seq_id: str, first_token_ids: list[int]) -> CommitOutcome:
-        """Everything arrived: the sequence joins the batch, with the token the sender sampled.
+    def commit(self, seq_id: str, first: list[SampledToken]) -> CommitOutcome:
+        """Everything arrived: the sequence joins the batch, with the token of each choice that the sender sampled.
 
         Raises:
             NotFound: the attempt or its reservation is gone.
-            FailedPrecondition: the tokens are more than one, for which there is room, or leave nothing to decode.
+            FailedPrecondition: the tokens are not one a choice, or leave nothing to decode.
         """
         if seq_id in self._committed:
             return CommitOutcome.ALREADY_COMMITTED
         sequence = self._sequence(seq_id)
         if sequence.status is not SequenceStatus.RESERVED:
             raise NotFound(f"attempt {seq_id} has no reservation")
-        if len(first_token_ids) != 1:
-            raise FailedPrecondition(f"commit.first_token_ids: {len(first_token_ids)} tokens, this version takes 1")
-        if sequence.sampling.finish_after(first_token_ids[0], sequence.num_output_tokens + 1) is not None:
-            raise FailedPrecondition(f"commit.first_token_ids: token {first_token_ids[0]} ends the sequence")
+        choices = _choices_left(sequence, first)
         self._committed.add(seq_id)
-        self._core.adopt(sequence, first_token_ids)
-        self._new_commits.append(SequenceCommitted(seq_id, sequence.num_cached_tokens or 0))
+        num_cached_tokens = sequence.num_cached_tokens or 0
+        outputs = self._core.adopt(sequence, first)
+        self._new_commits += [SequenceCommitted(seq_id, num_cached_tokens, choices), *outputs]
         return CommitOutcome.COMMITTED
+
+
+def _choices_left(sequence: Sequence, first: list[SampledToken]) -> tuple[int, ...]:
+    """The choices that go on after their first token; a beam search counts as one."""
+    if sequence.beam is not None:
+        if any(one.logprob is None for one in first):
+            raise FailedPrecondition("commit.first_logprobs: missing, and a beam search needs them")
+        return (sequence.choice,)
+    if len(first) != sequence.num_choices:
+        raise FailedPrecondition(f"commit.first_token_ids: {len(first)} tokens for {sequence.num_choices} choices")
+    index = sequence.num_output_tokens + 1
+    ended = [sequence.sampling.finish_after(one.token_id, index) is not None for one in first]
+    if all(ended):
+        raise FailedPrecondition(f"commit.first_token_ids: token {first[0].token_id} ends the sequence")
+    numbers = [sequence.choice + offset for offset, is_over in enumerate(ended) if not is_over]
+    return tuple(number for number in numbers if number not in sequence.stopped_choices)

@@ -8,8 +8,10 @@ engine is told to free the blocks. So a frame that comes late finds a closed att
 from __future__ import annotations
 
 import asyncio
+from itertools import zip_longest
 
 from decode_svc.admission import DecodeAdmission, Reservation
+from engine.forward_batch import SampledToken
 from engine.loop import EngineLoop
 from engine.outputs import Output
 from engine.runner import Runner
@@ -109,12 +111,13 @@ class DecodeAttempt:
         assert self._reservation is not None, "frames come after the grant"
         return self._runner.block_view(self._reservation.block_ids[block_index])
 
-    async def commit(self, first_token_ids: tuple[int, ...]) -> CommitOutcome:
+    async def commit(self, first_token_ids: tuple[int, ...], first_logprobs: tuple[float, ...]) -> CommitOutcome:
         """Lets the sequence run; raises NotFound when the attempt or its reservation is gone."""
         self._check_open()
-        seq_id, token_ids = self.id.seq_id, list(first_token_ids)
+        seq_id = self.id.seq_id
+        first = [SampledToken(*one) for one in zip_longest(first_token_ids, first_logprobs)]
         with self._telemetry.span(SpanNames.COMMIT):
-            outcome = await self._engine.run(lambda core: self._admission.commit(seq_id, token_ids))
+            outcome = await self._engine.run(lambda core: self._admission.commit(seq_id, first))
         self._is_shipping = False
         return outcome
 

@@ -8,6 +8,7 @@ from decode_svc.admission import DecodeAdmission
 from decode_svc.attempt import DecodeAttempt
 from decode_svc.service import DecodeServicer
 from engine.mailboxes import Mailboxes
+from engine.memory_admin import EngineMemoryAdmin
 from engine.opening import MAX_STEP_S, open_core, open_loop
 from kvferry.wire import load_to_pb
 from kvferry.worker_process import WorkerContext, capabilities_of
@@ -28,6 +29,7 @@ class DecodeRole:
         self.admission = DecodeAdmission(self.core)
         mailboxes = Mailboxes()
         self.engine = open_loop(self.core, mailboxes.deliver, before_step=self.admission.poll)
+        self.memory = EngineMemoryAdmin(self.engine)
         self.servicer = DecodeServicer(
             self.engine,
             self.admission,

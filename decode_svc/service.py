@@ -102,8 +102,10 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
         ):
             registered = worker_pb2.Registered(epoch=self._identity.epoch, ship_address=self.ship_address)
             await writer.write(worker_pb2.DecodeResponse(registered=registered))
-            reporter = DecodeReporter(self._telemetry, attempt.id, received_ns=received_ns)
-            await run_until_first(self._report(attempt, reporter, writer), self._listen(context, timeout_s))
+            choices = range(start.sequence.choice, start.sequence.choice + (start.sequence.num_choices or 1))
+            reporter = DecodeReporter(self._telemetry, attempt.id, received_ns=received_ns, choices=choices)
+            listening = self._listen(context, timeout_s, attempt, reporter)
+            await run_until_first(self._report(attempt, reporter, writer), listening)
 
     async def _read_start(self, context: Context) -> worker_pb2.DecodeStart:
         self._state.check_admits(self._identity)
@@ -168,13 +170,22 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
                 for response in reporter.responses(outputs):
                     await writer.write(response)
 
-    async def _listen(self, context: Context, timeout_s: float) -> None:
-        """Returns when the router has enough; raises when it is gone or silent."""
+    async def _listen(
+        self, context: Context, timeout_s: float, attempt: DecodeAttempt, reporter: DecodeReporter
+    ) -> None:
+        """Ends choices the router has enough of, returns with the last one; raises when it is gone or silent."""
         while True:
             message = await read_with_progress_deadline(context, timeout_s, "the router")
             if message is None:
                 raise Cancelled("the router closed the stream")
             if message.WhichOneof("event") == "stop":
-                return
+                self._stop_choice(attempt, message.stop.choice)
+                reporter.end_choice(message.stop.choice)
+                if reporter.is_finished:
+                    return
             if message.WhichOneof("event") == "start":
                 raise InvalidArgument("event", "a second `start`")
+
+    def _stop_choice(self, attempt: DecodeAttempt, choice: int) -> None:
+        seq_id = attempt.id.seq_id
+        self._engine.submit(lambda core: core.remove_choice(seq_id, choice))

@@ -1,16 +1,21 @@
-"""Owner of the block tables: matches prefixes, allocates, publishes and frees the blocks of sequences.
+"""Owner of the block tables: matches prefixes, allocates, shares, copies on write, publishes, swaps and frees.
 
 A sequence's path: `admit` (hits pinned, room for all known tokens) or `reserve` (the same for KV that arrives from
-elsewhere), `grow` for each further token, `publish` when blocks are full and computed, `free` at the end.
+elsewhere), `prepare_write` for each further token, `fork` where several choices go on from one prompt, `publish` when
+blocks are full and computed, `free` at the end. What must happen to the contents of blocks before the next step is
+planned in `take_ops`, in order.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 
-from engine.block_pool import BlockPool
+from engine.block_pool import BlockPool, Room
+from engine.memory_ops import CopyBlock, MemoryOp, SwapIn, SwapOut
 from engine.sequence import Sequence
+from engine.swap_space import SwappedTable, SwapSpace
 
 
 class BlockManager:
@@ -19,24 +24,47 @@ class BlockManager:
     Args:
         pool: the blocks.
         block_size: tokens of one block.
+        swap_space: where swapped blocks go.
         num_watermark_blocks: blocks that stay available when a sequence joins running ones, so that those can grow.
         prefix_caching: whether full blocks are published and looked up.
+        window: tokens that any layer attends to; None where a layer attends to all.
     """
 
     def __init__(
-        self, pool: BlockPool, block_size: int, *, num_watermark_blocks: int = 1, prefix_caching: bool = True
+        self,
+        pool: BlockPool,
+        block_size: int,
+        swap_space: SwapSpace | None = None,
+        *,
+        num_watermark_blocks: int = 1,
+        prefix_caching: bool = True,
+        window: int | None = None,
     ) -> None:
         self.pool = pool
         self.block_size = block_size
+        self.swap_space = swap_space or SwapSpace(0, 0)
         self.num_watermark_blocks = num_watermark_blocks
         self.prefix_caching = prefix_caching
+        self.window = window
+        self._computing: dict[bytes, Sequence] = {}  # hashes of blocks that are allocated and not yet computed
+        self._ops: list[MemoryOp] = []
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def max_blocks_for(self, sequence: Sequence) -> int:
+        """Most blocks a request of this sequence needs to go on alone: all beams together, or one choice."""
+        num_blocks = self.num_blocks_for(sequence.max_kv_tokens)
+        if sequence.beam is None or sequence.hold_after_prefill:
+            return num_blocks
+        num_shared = sequence.num_prompt_tokens // self.block_size
+        return num_shared + sequence.beam.width * (num_blocks - num_shared)
+
+    # -- the prefix cache -----------------------------------------------------------------------------------------
+
     def match_prefix(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """Blocks of the longest published run of full blocks among the first `num_tokens` tokens; none is touched."""
-        if not (self.prefix_caching and sequence.use_prefix_cache):
+        if not self._uses_cache(sequence):
             return []
         hits: list[int] = []
         for index, block_hash in enumerate(sequence.block_hashes(num_tokens // self.block_size, self.block_size)):
@@ -46,67 +74,268 @@ class BlockManager:
             hits.append(block_id)
         return hits
 
+    def computing_next(self, sequence: Sequence, num_tokens: int) -> Sequence | None:
+        """Another sequence that is computing the first block of the first `num_tokens` tokens that is not published."""
+        if not self._computing or not self._uses_cache(sequence):
+            return None
+        num_hits = len(self.match_prefix(sequence, num_tokens))
+        if num_hits >= num_tokens // self.block_size:
+            return None
+        return self._computing.get(sequence.block_hashes(num_hits + 1, self.block_size)[num_hits])
+
+    def _uses_cache(self, sequence: Sequence) -> bool:
+        return self.prefix_caching and sequence.use_prefix_cache
+
     def _tokens_of_block(self, sequence: Sequence, index: int) -> list[int]:
         return sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
 
-    def admit(self, sequence: Sequence, *, keep_watermark: bool) -> bool:
-        """Gives `sequence` blocks for all its known tokens, or nothing.
+    def _announce(self, sequence: Sequence) -> None:
+        """Says which blocks the sequence is about to compute."""
+        if self._uses_cache(sequence):
+            num_full = sequence.num_tokens // self.block_size
+            for block_hash in sequence.block_hashes(num_full, self.block_size)[sequence.num_published_blocks :]:
+                self._computing.setdefault(block_hash, sequence)
 
-        Hits stop one token short of the end: the last known token must be computed to sample the next one.
-        """
-        hits = self.match_prefix(sequence, sequence.num_tokens - 1)
-        return self._take(sequence, hits, sequence.num_tokens, keep_watermark=keep_watermark)
-
-    def reserve(self, sequence: Sequence, *, keep_watermark: bool) -> bool:
-        """Like `admit`, for a sequence whose KV arrives from elsewhere: room for one token more, hits up to the end."""
-        hits = self.match_prefix(sequence, sequence.num_tokens)
-        return self._take(sequence, hits, sequence.num_tokens + 1, keep_watermark=keep_watermark)
-
-    def _take(self, sequence: Sequence, hits: list[int], num_tokens: int, *, keep_watermark: bool) -> bool:
-        if sequence.block_table:
-            raise ValueError(f"sequence {sequence.seq_id} has blocks already")
-        num_new = self.num_blocks_for(num_tokens) - len(hits)
-        num_revived = sum(self.pool.ref_count(block_id) == 0 for block_id in hits)
-        spare = self.num_watermark_blocks if keep_watermark else 0
-        if self.pool.counts.available - num_revived < num_new + spare:
-            return False
-        for block_id in hits:
-            self.pool.touch(block_id)
-        new = self.pool.allocate(num_new)
-        assert new is not None, "room was checked before"
-        sequence.block_table = hits + new
-        sequence.num_computed_tokens = len(hits) * self.block_size
-        sequence.num_published_blocks = len(hits)
-        return True
-
-    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Extends the table to cover `num_tokens` tokens; False, and nothing changed, when there is no room."""
-        num_missing = self.num_blocks_for(num_tokens) - len(sequence.block_table)
-        if num_missing <= 0:
-            return True
-        new = self.pool.allocate(num_missing)
-        if new is None:
-            return False
-        sequence.block_table.extend(new)
-        return True
+    def _retract(self, sequence: Sequence, first: int, last: int) -> None:
+        """Blocks `first` … `last - 1` are computed, or will not be."""
+        if self._computing and self._uses_cache(sequence):
+            for block_hash in sequence.block_hashes(last, self.block_size)[first:]:
+                if self._computing.get(block_hash) is sequence:
+                    del self._computing[block_hash]
 
     def publish(self, sequence: Sequence) -> None:
-        """Publishes the full blocks whose KV is computed."""
-        if not (self.prefix_caching and sequence.use_prefix_cache):
+        """Publishes the full blocks whose KV is computed; gives back those that left the attention window."""
+        if self._uses_cache(sequence):
+            num_full = sequence.num_computed_tokens // self.block_size
+            first = sequence.num_published_blocks
+            if num_full > first:
+                hashes = sequence.block_hashes(num_full, self.block_size)
+                for index in range(first, num_full):
+                    tokens = self._tokens_of_block(sequence, index)
+                    self.pool.publish(sequence.block_table[index], hashes[index], tokens)
+                self._retract(sequence, first, num_full)
+                sequence.num_published_blocks = num_full
+        if self.window is not None and not sequence.hold_after_prefill:
+            self._drop_out_of_window(sequence, self.window)
+
+    def _drop_out_of_window(self, sequence: Sequence, window: int) -> None:
+        """Frees leading blocks no later token attends to. Their entries name a block still held: masked, but finite."""
+        num_droppable = max(0, sequence.num_computed_tokens - window + 1) // self.block_size
+        num_droppable = min(num_droppable, len(sequence.block_table) - 1)
+        if num_droppable <= sequence.num_dropped_blocks:
             return
-        num_full = sequence.num_computed_tokens // self.block_size
-        hashes = sequence.block_hashes(num_full, self.block_size)
-        for index in range(sequence.num_published_blocks, num_full):
-            self.pool.publish(sequence.block_table[index], hashes[index], self._tokens_of_block(sequence, index))
-        sequence.num_published_blocks = num_full
+        self.pool.free(reversed(sequence.block_table[sequence.num_dropped_blocks : num_droppable]))
+        sequence.num_dropped_blocks = num_droppable
+        sequence.block_table[:num_droppable] = [sequence.block_table[num_droppable]] * num_droppable
+
+    # -- taking blocks --------------------------------------------------------------------------------------------
+
+    def admit(self, unit: SequenceOf[Sequence], *, keep_watermark: bool) -> bool:
+        """Gives every sequence of `unit` blocks for all its known tokens, or nothing to any.
+
+        Hits stop one token short of the end: the last known token must be computed to sample the next one. Further
+        beams of a gang share full blocks with the first, which computes them (`Sequence.prefix_leader`).
+        """
+        first = unit[0]
+        hits = self.match_prefix(first, first.num_tokens - 1)
+        num_shared = [self._num_common_blocks(first, other) for other in unit[1:]]
+        num_new = self.num_blocks_for(first.num_tokens) - len(hits)
+        num_new += sum(self.num_blocks_for(other.num_tokens) for other in unit[1:]) - sum(num_shared)
+        if not self._has_room(first, num_new, hits, keep_watermark=keep_watermark):
+            return False
+        self._take(first, hits, first.num_tokens)
+        for other, shared in zip(unit[1:], num_shared, strict=True):
+            self._take(other, first.block_table[:shared], other.num_tokens)
+            other.prefix_leader = first
+        return True
+
+    def _num_common_blocks(self, first: Sequence, other: Sequence) -> int:
+        num_blocks = (min(first.num_tokens, other.num_tokens) - 1) // self.block_size
+        pairs = zip(*(one.block_hashes(num_blocks, self.block_size) for one in (first, other)), strict=True)
+        return next((index for index, (mine, yours) in enumerate(pairs) if mine != yours), num_blocks)
+
+    def reserve(self, sequence: Sequence, *, keep_watermark: bool) -> bool:
+        """Like `admit`, for a sequence whose KV arrives from elsewhere: room for one token more, hits up to the end.
+
+        Room for the forks of its choices must be there too, but is not taken: it is needed only when all has arrived.
+        """
+        hits = self.match_prefix(sequence, sequence.num_tokens)
+        num_tokens = min(sequence.num_tokens + 1, sequence.max_kv_tokens)
+        num_blocks = self.num_blocks_for(num_tokens)
+        spare = min(sequence.num_seats - 1, self.pool.num_blocks - num_blocks)
+        if not self._has_room(sequence, num_blocks - len(hits), hits, keep_watermark=keep_watermark, spare=spare):
+            return False
+        self._take(sequence, hits, num_tokens)
+        return True
+
+    def _has_room(
+        self, sequence: Sequence, num_new: int, revived: list[int], *, keep_watermark: bool, spare: int = 0
+    ) -> bool:
+        spare += self.num_watermark_blocks if keep_watermark else 0
+        return self.pool.room(num_new, revived=revived, spare=spare, tenant=sequence.tenant) is Room.ENOUGH
+
+    def _take(self, sequence: Sequence, shared: list[int], num_tokens: int) -> None:
+        """Blocks for `num_tokens` tokens, the leading ones shared; room was checked before."""
+        if sequence.block_table:
+            raise ValueError(f"sequence {sequence.seq_id} has blocks already")
+        for block_id in shared:
+            self.pool.touch(block_id)
+        new = self.pool.allocate(self.num_blocks_for(num_tokens) - len(shared), sequence.tenant)
+        assert new is not None, "room was checked before"
+        sequence.block_table = shared + new
+        sequence.num_computed_tokens = len(shared) * self.block_size
+        sequence.num_published_blocks = len(shared)
+        self._announce(sequence)
+
+    def prepare_write(self, sequence: Sequence) -> bool:
+        """Room for the KV of the last known token, in a block of its own; False, and nothing changed, without room.
+
+        A block that others hold too is replaced by a copy: copy on write.
+        """
+        index = (sequence.num_tokens - 1) // self.block_size
+        if index == len(sequence.block_table):
+            new = self.pool.allocate(1, sequence.tenant)
+            if new is None:
+                return False
+            sequence.block_table += new
+            return True
+        source = sequence.block_table[index]
+        if self.pool.ref_count(source) > 1:
+            new = self.pool.allocate(1, sequence.tenant)
+            if new is None:
+                return False
+            sequence.block_table[index] = new[0]
+            self._ops.append(CopyBlock(source, new[0]))
+            self.pool.free([source])
+        return True
+
+    def is_over_quota(self, sequence: Sequence) -> bool:
+        """Whether it is the tenant's quota that denies `sequence` a block, not the pool."""
+        return self.pool.room(1, tenant=sequence.tenant) is Room.OVER_QUOTA
+
+    def fork(self, sequence: Sequence, seq_id: str, choice: int) -> Sequence:
+        """A new sequence that shares all blocks of `sequence`."""
+        fork = sequence.fork(seq_id, choice)
+        del fork.block_table[self.num_blocks_for(sequence.num_computed_tokens) :]
+        for block_id in fork.held_blocks:
+            self.pool.touch(block_id)
+        return fork
 
     def free(self, sequence: Sequence) -> None:
-        """Gives all blocks of `sequence` back, the deepest first; without blocks it does nothing."""
-        self.pool.free(reversed(sequence.block_table))
+        """Gives all blocks and slots of `sequence` back, the deepest first; without any it does nothing."""
+        if sequence.block_table:
+            self._retract(sequence, sequence.num_published_blocks, sequence.num_tokens // self.block_size)
+            self.pool.free(reversed(sequence.held_blocks))
+        if sequence.swapped is not None:
+            self._give_slots_back(sequence.unit)
         sequence.block_table = []
         sequence.num_computed_tokens = 0
         sequence.num_published_blocks = 0
+        sequence.num_dropped_blocks = 0
+        sequence.prefix_leader = None
+
+    # -- swapping -------------------------------------------------------------------------------------------------
+
+    def swap_out(self, unit: SequenceOf[Sequence]) -> bool:
+        """Plans to copy all blocks of `unit` to the host pool and frees them; False, and nothing changed, without room.
+
+        Progress is kept: `swap_in` brings the sequences back as they were.
+        """
+        held = list(dict.fromkeys(block_id for sequence in unit for block_id in sequence.held_blocks))
+        slots = self.swap_space.take(len(held))
+        if slots is None:
+            return False
+        slot_of = dict(zip(held, slots, strict=True))
+        self._ops += [SwapOut(block_id, slot) for block_id, slot in slot_of.items()]
+        for sequence in unit:
+            sequence.swapped = SwappedTable(tuple(slot_of[block_id] for block_id in sequence.held_blocks))
+            self._retract(sequence, sequence.num_published_blocks, sequence.num_tokens // self.block_size)
+            self.pool.free(reversed(sequence.held_blocks))
+            sequence.block_table = []
+        return True
+
+    def swap_in(self, unit: SequenceOf[Sequence], *, keep_watermark: bool) -> bool:
+        """Gives swapped sequences their blocks back, all or nothing; blocks still in the prefix cache are not copied.
+
+        Each must have room for its next token too, which is not taken yet: else it would be swapped out at once.
+        """
+        sources = self._swap_sources(unit)
+        num_new = sum(block_id is None for block_id in sources.values())
+        hits = list(dict.fromkeys(block_id for block_id in sources.values() if block_id is not None))
+        spare = self._num_blocks_to_write(unit)
+        if not self._has_room(unit[0], num_new, hits, keep_watermark=keep_watermark, spare=spare):
+            return False
+        for block_id in hits:
+            self.pool.touch(block_id)
+        new = self.pool.allocate(num_new, unit[0].tenant)
+        assert new is not None, "room was checked before"
+        block_of: dict[int, int] = {}
+        for slot, hit in sources.items():
+            block_of[slot] = new.pop() if hit is None else hit
+            if hit is None:
+                self._ops.append(SwapIn(slot, block_of[slot]))
+        self._restore_tables(unit, block_of)
+        return True
+
+    def _num_blocks_to_write(self, unit: SequenceOf[Sequence]) -> int:
+        """Blocks that the next token of every swapped sequence of `unit` takes: new ones, and copies of shared ones."""
+        num_new = 0
+        written: Counter[int] = Counter()
+        for sequence in unit:
+            assert sequence.swapped is not None
+            index = (sequence.num_tokens - 1) // self.block_size - sequence.num_dropped_blocks
+            if index < len(sequence.swapped.slots):
+                written[sequence.swapped.slots[index]] += 1
+            else:
+                num_new += 1
+        return num_new + sum(written.values()) - len(written)
+
+    def _swap_sources(self, unit: SequenceOf[Sequence]) -> dict[int, int | None]:
+        """For every slot of the unit the published block with its contents, None where there is none any more."""
+        sources: dict[int, int | None] = {}
+        for sequence in unit:
+            assert sequence.swapped is not None
+            hits = self.match_prefix(sequence, sequence.num_published_blocks * self.block_size)
+            live_hits = hits[sequence.num_dropped_blocks :]
+            for index, slot in enumerate(sequence.swapped.slots):
+                sources.setdefault(slot, live_hits[index] if index < len(live_hits) else None)
+        return sources
+
+    def _restore_tables(self, unit: SequenceOf[Sequence], block_of: dict[int, int]) -> None:
+        held: set[int] = set()
+        for sequence in unit:
+            assert sequence.swapped is not None
+            live = [block_of[slot] for slot in sequence.swapped.slots]
+            for block_id in live:
+                if block_id in held:
+                    self.pool.touch(block_id)
+                held.add(block_id)
+            sequence.block_table = [live[0]] * sequence.num_dropped_blocks + live
+        self._give_slots_back(unit)
+        for sequence in unit:
+            self._announce(sequence)
+
+    def _give_slots_back(self, unit: SequenceOf[Sequence]) -> None:
+        """Slots are shared within a unit only, so a unit gives all of its slots back at once."""
+        whole = {slot for sequence in unit if sequence.swapped for slot in sequence.swapped.slots}
+        for sequence in unit:
+            sequence.swapped = None
+        self.swap_space.give_back(whole)
+
+    # -- contents and books ---------------------------------------------------------------------------------------
+
+    def take_ops(self) -> list[MemoryOp]:
+        """What must happen to block contents before the next step, in order; they are planned anew after this."""
+        ops, self._ops = self._ops, []
+        return ops
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raises AssertionError unless the pool's counts are those of the block tables of `sequences`."""
-        self.pool.check_integrity(Counter(block_id for sequence in sequences for block_id in sequence.block_table))
+        known = list(sequences)
+        self.pool.check_integrity(Counter(block_id for sequence in known for block_id in sequence.held_blocks))
+        slots = {slot for sequence in known if sequence.swapped is not None for slot in sequence.swapped.slots}
+        assert len(slots) == self.swap_space.num_used, f"{self.swap_space.num_used} slots used, {len(slots)} held"
+        for sequence in known:
+            assert sequence.swapped is None or not sequence.block_table, f"{sequence.seq_id} is swapped and has blocks"
+        holders = {id(sequence) for sequence in known if sequence.block_table}
+        assert all(id(leader) in holders for leader in self._computing.values()), "a prefix is computed by nobody"

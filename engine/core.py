@@ -1,8 +1,9 @@
-"""The engine of one worker: schedule → run → process outputs, over one runner and one block pool.
+"""The engine of one worker: schedule → move blocks → run → process outputs, over one runner and one block pool.
 
     add ──► waiting ──► running ──► finished           a worker that decodes
                           └──────► held ──► remove     a prefill worker: shipping reads the blocks until `remove`
     reserve ──► (KV arrives) ──► adopt ──► running     a decode worker that is shipped to
+                                   └─ forks into its choices, or into a gang of beams
 
 Everything here runs on one thread, between two steps; what a step brought about comes back as a list of `Output`s. No
 clock but the one given, no threads, no sockets: the simulator drives this very class.
@@ -12,13 +13,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
 
+from engine.beam import BeamSearch, BeamStep
 from engine.block_manager import BlockManager
-from engine.block_pool import BlockPool
-from engine.forward_batch import Sampled, SampleRequest, SequenceSlice
+from engine.block_pool import BlockPool, BlockQuota
+from engine.forward_batch import Candidate, Sampled, SampledToken, SampleRequest, SequenceSlice
+from engine.gang import Gang
+from engine.memory_ops import MemoryOp, SwapIn, SwapOut, perform
 from engine.outputs import (
+    BeamsFinished,
+    CandidatesFound,
     ChunkComputed,
     Output,
     SequenceFailed,
@@ -26,12 +33,14 @@ from engine.outputs import (
     SequenceStarted,
     TokenSampled,
 )
+from engine.preemption import RECOMPUTE, PreemptionPolicy
 from engine.runner import Runner
-from engine.scheduler import ScheduledChunk, Scheduler
+from engine.scheduler import Preempted, ScheduledChunk, Scheduler
 from engine.sequence import Sequence, SequenceStatus
+from engine.swap_space import SwapSpace
 from kvferry.block_hash import hash_root
 from kvferry.errors import Internal, InvalidArgument, ResourceExhausted
-from kvferry.stats import EngineStats
+from kvferry.stats import EngineStats, HitCounter, MemoryCounters
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +55,9 @@ class EngineLimits:
         max_chunk_tokens: most tokens of one sequence in one step; None: the budget.
         num_watermark_blocks: blocks kept available when a sequence joins running ones.
         prefix_caching: whether full blocks are published and looked up.
+        num_swap_blocks: size of the host pool for swapped sequences; 0: none.
+        preemption: recompute or swap.
+        quotas: blocks by tenant.
     """
 
     max_batched_tokens: int = 512
@@ -53,6 +65,9 @@ class EngineLimits:
     max_chunk_tokens: int | None = None
     num_watermark_blocks: int = 1
     prefix_caching: bool = True
+    num_swap_blocks: int = 0
+    preemption: PreemptionPolicy = RECOMPUTE
+    quotas: Mapping[str, BlockQuota] = field(default_factory=dict)
 
 
 class EngineCore:
@@ -61,21 +76,29 @@ class EngineCore:
     def __init__(self, runner: Runner, limits: EngineLimits, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self.runner = runner
         self.layout = runner.layout
-        self.pool = BlockPool(runner.num_blocks)
+        self.pool = BlockPool(runner.num_blocks, limits.quotas)
+        self.swap_space = SwapSpace(limits.num_swap_blocks, self.layout.block_bytes)
+        self.memory = MemoryCounters()
         self.block_manager = BlockManager(
             self.pool,
             self.layout.block_size,
+            self.swap_space,
             num_watermark_blocks=limits.num_watermark_blocks,
             prefix_caching=limits.prefix_caching,
+            window=runner.window,
         )
         self.scheduler = Scheduler(
             self.block_manager,
             max_batched_tokens=limits.max_batched_tokens,
             max_running=limits.max_running,
             max_chunk_tokens=limits.max_chunk_tokens or limits.max_batched_tokens,
+            preemption=limits.preemption,
+            counters=self.memory,
         )
-        self.sequences: dict[str, Sequence] = {}
+        self.sequences: dict[str, Sequence] = {}  # by seq_id
+        self._attempts: dict[str, list[Sequence]] = {}  # living sequences by owner_id
         self.num_steps = 0
+        self.is_blocked = False  # the last step could do nothing: only a command can change that
         self._clock_ns = clock_ns
         self._num_prefill_tokens = 0
         self._num_cached_tokens = 0
@@ -83,8 +106,8 @@ class EngineCore:
 
     # -- commands, between two steps ------------------------------------------------------------------------------
 
-    def hash_root(self, *, adapter: str = "", cache_salt: str = "") -> bytes:
-        return hash_root(self.layout, adapter=adapter, cache_salt=cache_salt)
+    def hash_root(self, *, adapter: str = "", cache_salt: str = "", tenant: str = "", shared_salt: str = "") -> bytes:
+        return hash_root(self.layout, adapter=adapter, cache_salt=cache_salt, tenant=tenant, shared_salt=shared_salt)
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence whose KV this engine computes itself.
@@ -101,7 +124,11 @@ class EngineCore:
         if sequence.seq_id in self.sequences:
             raise InvalidArgument("id", f"sequence {sequence.seq_id} is running already")
         self.check_fits(sequence)
+        self._enter(sequence)
+
+    def _enter(self, sequence: Sequence) -> None:
         self.sequences[sequence.seq_id] = sequence
+        self._attempts.setdefault(sequence.owner_id, []).append(sequence)
 
     def check_fits(self, sequence: Sequence) -> None:
         """Raises as `add` does; on any thread, as long as the sequence belongs to it."""
@@ -122,12 +149,27 @@ class EngineCore:
                 f"prompt ({sequence.num_prompt_tokens}) + max_tokens ({sequence.sampling.max_tokens}) is beyond the "
                 f"context of {self.runner.max_context} tokens",
             )
-        num_needed = self.block_manager.num_blocks_for(sequence.max_kv_tokens)
+        num_needed = self.block_manager.max_blocks_for(sequence)
         if num_needed > self.pool.num_blocks:
             raise ResourceExhausted(
                 f"the sequence needs up to {num_needed} blocks of {self.layout.block_size} tokens; "
                 f"this worker's pool has {self.pool.num_blocks}"
             )
+        quota = self.pool.max_used_blocks(sequence.tenant)
+        if num_needed > quota:
+            raise ResourceExhausted(
+                f"the sequence needs up to {num_needed} blocks of {self.layout.block_size} tokens; "
+                f"the quota of tenant {sequence.tenant!r} on this worker is {quota}"
+            )
+        if sequence.beam is not None and sequence.beam.width > self.scheduler.max_running:
+            raise InvalidArgument(
+                "beam_search.width",
+                f"{sequence.beam.width} beams; this worker's batch has {self.scheduler.max_running} places",
+            )
+
+    def is_prefix_on_its_way(self, sequence: Sequence) -> bool:
+        """Whether the next block that a sequence to be reserved lacks is being shipped or computed for another one."""
+        return self.scheduler.waits_for_prefix(sequence, sequence.num_tokens)
 
     def reserve(self, sequence: Sequence) -> bool:
         """Sets blocks aside for a registered sequence whose KV arrives from elsewhere; all or nothing."""
@@ -138,14 +180,25 @@ class EngineCore:
         sequence.num_cached_tokens = sequence.num_computed_tokens
         return True
 
-    def adopt(self, sequence: Sequence, first_token_ids: list[int]) -> None:
-        """Lets a reserved sequence run: all its KV has arrived, and the sender sampled `first_token_ids`."""
+    def adopt(self, sequence: Sequence, first: list[SampledToken]) -> list[Output]:
+        """Lets a reserved sequence run: all its KV has arrived, and the sender sampled its first tokens.
+
+        Args:
+            first: one token a choice; for beam search the most likely ones, best first.
+
+        Returns:
+            The result of a beam search that is over at once, else nothing: the first tokens are the sender's to tell.
+        """
         assert sequence.status is SequenceStatus.RESERVED, sequence.status
         sequence.num_computed_tokens = sequence.num_tokens
-        self._num_cached_tokens += sequence.num_cached_tokens or 0
+        self._count_hits(sequence)
         self.block_manager.publish(sequence)
-        sequence.token_ids.extend(first_token_ids)
         self.scheduler.start(sequence)
+        sequence.was_started = True
+        if sequence.beam is not None:
+            return self._start_gang(sequence, [Candidate(one.token_id, one.logprob or 0.0) for one in first])
+        self._fork_choices(sequence, first, self._clock_ns())
+        return []
 
     def release_reservation(self, sequence: Sequence, num_arrived_tokens: int) -> None:
         """Frees a reservation; leading full blocks that arrived stay cached, so a failed attempt is not lost work."""
@@ -154,14 +207,31 @@ class EngineCore:
         self.block_manager.free(sequence)
         sequence.status = SequenceStatus.WAITING
 
-    def remove(self, seq_id: str) -> Sequence | None:
-        """Ends a sequence in whatever state it is and frees its blocks; an unknown id does nothing."""
-        sequence = self.sequences.pop(seq_id, None)
-        if sequence is not None:
-            self.scheduler.remove(sequence)
-            self.block_manager.free(sequence)
-            sequence.status = SequenceStatus.FINISHED
-        return sequence
+    def remove(self, owner_id: str) -> list[Sequence]:
+        """Ends all sequences of an attempt in whatever state they are; an unknown id does nothing."""
+        sequences = list(self._attempts.get(owner_id, ()))
+        for sequence in sequences:
+            self._leave(sequence)
+        return sequences
+
+    def remove_choice(self, owner_id: str, choice: int) -> None:
+        """Ends one choice of an attempt, or keeps it from beginning; the others go on. An unknown one does nothing."""
+        for sequence in list(self._attempts.get(owner_id, ())):
+            if sequence.num_choices > 1:
+                sequence.stopped_choices.add(choice)
+            elif sequence.choice == choice:
+                self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Ends one sequence and frees its blocks."""
+        del self.sequences[sequence.seq_id]
+        living = self._attempts[sequence.owner_id]
+        living.remove(sequence)
+        if not living:
+            del self._attempts[sequence.owner_id]
+        self.scheduler.remove(sequence)
+        self.block_manager.free(sequence)
+        sequence.status = SequenceStatus.FINISHED
 
     def drop_cached_from(self, sequence: Sequence, block_index: int) -> None:
         """Makes a sequence's blocks from `block_index` on unfindable: their contents proved wrong."""
@@ -177,21 +247,62 @@ class EngineCore:
     def step(self) -> list[Output]:
         """Runs one step; empty when nothing can run."""
         schedule = self.scheduler.schedule()
+        self.is_blocked = not (schedule.chunks or schedule.admitted or schedule.preempted)
         start_ns = self._clock_ns()
-        outputs: list[Output] = [SequencePreempted(sequence.seq_id, start_ns) for sequence in schedule.preempted]
+        outputs: list[Output] = [_preempted(one, start_ns) for one in schedule.preempted]
         outputs += self._started(schedule.admitted, start_ns)
+        self._move_blocks()
         if schedule.chunks:
             sampled = self._run(schedule.chunks)
             end_ns = self._clock_ns()
             self.num_steps += 1
-            for chunk, result in zip(schedule.chunks, sampled, strict=True):
+            results = list(zip(schedule.chunks, sampled, strict=True))
+            gangs = {id(chunk.sequence.gang): chunk.sequence.gang for chunk in schedule.chunks}  # before any begins
+            for chunk, result in results:
                 outputs += self._process(chunk, result, start_ns, end_ns)
+            for gang in gangs.values():
+                outputs += self._step_gang(gang, results) if gang is not None else []
+        elif self._only_pins_are_in_the_way:
+            logger.warning("pins are given up: a waiting sequence needs more blocks than they leave")
+            self.pool.unpin_all()
+            self.is_blocked = False
         return outputs
 
+    def _move_blocks(self) -> None:
+        """Copies and swaps that the schedule asks for."""
+        ops = self.block_manager.take_ops()
+        if ops:
+            begin_ns = self._clock_ns()
+            perform(ops, self.runner, self.swap_space)
+            self._count_ops(ops, (self._clock_ns() - begin_ns) / 1e9)
+
+    def _count_ops(self, ops: list[MemoryOp], took_s: float) -> None:
+        num_out = sum(isinstance(op, SwapOut) for op in ops)
+        num_in = sum(isinstance(op, SwapIn) for op in ops)
+        self.memory.num_blocks_swapped_out += num_out
+        self.memory.num_blocks_swapped_in += num_in
+        self.memory.num_blocks_copied += len(ops) - num_out - num_in
+        self.memory.swap_s += took_s if num_out + num_in else 0.0
+
+    @property
+    def _only_pins_are_in_the_way(self) -> bool:
+        """Whether something waits though nothing but pins holds blocks."""
+        num_pinned = self.pool.num_pinned
+        return num_pinned > 0 and len(self.scheduler.waiting) > 0 and self.pool.counts.used == num_pinned
+
     def _started(self, admitted: list[Sequence], at_ns: int) -> list[Output]:
-        first_time = [sequence for sequence in admitted if sequence.num_preemptions == 0]
-        self._num_cached_tokens += sum(sequence.num_cached_tokens or 0 for sequence in first_time)
-        return [SequenceStarted(sequence.seq_id, sequence.num_cached_tokens or 0, at_ns) for sequence in first_time]
+        first_time = [sequence for sequence in admitted if not sequence.was_started]
+        for sequence in first_time:
+            sequence.was_started = True
+            self._count_hits(sequence)
+        return [SequenceStarted(sequence.owner_id, sequence.num_cached_tokens or 0, at_ns) for sequence in first_time]
+
+    def _count_hits(self, sequence: Sequence) -> None:
+        num_hits = sequence.num_cached_tokens or 0
+        self._num_cached_tokens += num_hits
+        counter = self.memory.hits.setdefault(sequence.tenant, HitCounter())
+        counter.num_queried_tokens += sequence.num_tokens
+        counter.num_hit_tokens += num_hits
 
     def _run(self, chunks: list[ScheduledChunk]) -> list[Sampled | None]:
         slices = [self._slice(chunk) for chunk in chunks]
@@ -215,7 +326,12 @@ class EngineCore:
         sample = None
         if chunk.reaches_end:
             sample = SampleRequest(
-                sampling=sequence.sampling, position=sequence.num_tokens, num_output_tokens=sequence.num_output_tokens
+                sampling=sequence.sampling,
+                position=sequence.num_tokens,
+                num_output_tokens=sequence.num_output_tokens,
+                choice=sequence.choice,
+                num_choices=sequence.num_choices,
+                num_candidates=self._search_of(sequence).num_candidates if sequence.beam is not None else 0,
             )
         return SequenceSlice(
             seq_id=sequence.seq_id,
@@ -225,11 +341,18 @@ class EngineCore:
             sample=sample,
         )
 
+    def _search_of(self, sequence: Sequence) -> BeamSearch:
+        if sequence.gang is not None:
+            return sequence.gang.search
+        assert sequence.beam is not None
+        return BeamSearch(sequence.beam, sequence.sampling, self.runner.vocab_size)
+
     def _process(self, chunk: ScheduledChunk, result: Sampled | None, start_ns: int, end_ns: int) -> list[Output]:
         sequence = chunk.sequence
+        if sequence.status is SequenceStatus.FINISHED:
+            return []  # another choice or beam of the attempt failed in this very step
         if result is not None and result.error is not None:
-            self._retire(sequence)
-            return [SequenceFailed(sequence.seq_id, Internal(result.error))]
+            return self._failed(sequence, result.error)
         outputs: list[Output] = []
         is_prefill = sequence.num_computed_tokens < sequence.num_given_tokens
         sequence.num_computed_tokens += chunk.num_tokens
@@ -237,27 +360,113 @@ class EngineCore:
         if is_prefill:
             self._num_prefill_tokens += chunk.num_tokens
             outputs.append(
-                ChunkComputed(sequence.seq_id, chunk.num_tokens, sequence.num_computed_tokens, start_ns, end_ns)
+                ChunkComputed(sequence.owner_id, chunk.num_tokens, sequence.num_computed_tokens, start_ns, end_ns)
             )
-        if result is not None and result.token_id is not None:
-            outputs.append(self._append(sequence, result.token_id, end_ns))
-        return outputs
+        if result is None or sequence.gang is not None:
+            return outputs
+        if sequence.beam is not None:
+            return outputs + self._found(sequence, result.candidates, end_ns)
+        assert result.token_id is not None
+        tokens = [SampledToken(result.token_id, result.logprob), *result.others]
+        return outputs + self._sampled(sequence, tokens, end_ns)
 
-    def _append(self, sequence: Sequence, token_id: int, at_ns: int) -> TokenSampled:
-        self._num_sampled_tokens += 1
-        sequence.token_ids.append(token_id)
-        finish = sequence.sampling.finish_after(token_id, sequence.num_output_tokens)
-        if finish is not None or sequence.hold_after_prefill:
-            self._retire(sequence)
-        return TokenSampled(sequence.seq_id, sequence.num_output_tokens - 1, token_id, finish, at_ns)
-
-    def _retire(self, sequence: Sequence) -> None:
-        """Ends a sequence's part in the batch; blocks that may be on their way out are kept until `remove`."""
+    def _sampled(self, sequence: Sequence, tokens: list[SampledToken], at_ns: int) -> list[Output]:
+        """Takes a token a choice: a prefill worker holds the blocks, others fork and go on."""
+        self._num_sampled_tokens += len(tokens)
         if sequence.hold_after_prefill:
-            self.scheduler.remove(sequence)
-            sequence.status = SequenceStatus.HELD
+            self._hold(sequence)
+            return list(_token_outputs(sequence, tokens, at_ns))
+        return self._fork_choices(sequence, tokens, at_ns)
+
+    def _found(self, sequence: Sequence, candidates: tuple[Candidate, ...], at_ns: int) -> list[Output]:
+        """Takes the candidates of a beam search's prompt."""
+        if sequence.hold_after_prefill:
+            self._hold(sequence)
+            return [CandidatesFound(sequence.owner_id, candidates, at_ns)]
+        return self._start_gang(sequence, list(candidates))
+
+    def _hold(self, sequence: Sequence) -> None:
+        """Ends a prompt's part in the batch; its blocks, which are on their way out, are kept until `remove`."""
+        self.scheduler.remove(sequence)
+        sequence.status = SequenceStatus.HELD
+
+    def _failed(self, sequence: Sequence, message: str) -> list[Output]:
+        """One choice that cannot go on fails its attempt."""
+        if sequence.hold_after_prefill:
+            self._hold(sequence)
         else:
-            self.remove(sequence.seq_id)
+            self.remove(sequence.owner_id)
+        return [SequenceFailed(sequence.owner_id, Internal(message))]
+
+    # -- choices --------------------------------------------------------------------------------------------------
+
+    def _fork_choices(self, sequence: Sequence, tokens: list[SampledToken], at_ns: int) -> list[Output]:
+        """Every choice goes on with its own token, sharing all blocks; those that their token ended do not."""
+        outputs = _token_outputs(sequence, tokens, at_ns)
+        outputs = [output for output in outputs if output.choice not in sequence.stopped_choices]
+        living = [(output.choice, output.token_id) for output in outputs if output.finish is None]
+        sequence.num_choices = 1
+        for choice, _ in living[1:]:
+            self._enter(self.block_manager.fork(sequence, f"{sequence.owner_id}#{choice}", choice))
+        if not living:
+            self._leave(sequence)
+            return list(outputs)
+        sequence.choice = living[0][0]
+        forks = self._attempts[sequence.owner_id]
+        for choice, token_id in living:
+            fork = next(one for one in forks if one.choice == choice)
+            fork.token_ids.append(token_id)
+            if fork is not sequence:
+                self._start_fork(fork)
+        return list(outputs)
+
+    def _start_fork(self, fork: Sequence) -> None:
+        """Into the batch, or into the queue where the batch has no place: there it is recomputed, mostly from hits."""
+        if len(self.scheduler.running) < self.scheduler.max_running:
+            self.scheduler.start(fork)
+        else:
+            self.block_manager.free(fork)
+            self.scheduler.add(fork)
+
+    # -- beams ----------------------------------------------------------------------------------------------------
+
+    def _start_gang(self, sequence: Sequence, candidates: list[Candidate]) -> list[Output]:
+        gang = Gang(self._search_of(sequence), [sequence])
+        return self._advance(gang, [candidates])
+
+    def _step_gang(self, gang: Gang, results: list[tuple[ScheduledChunk, Sampled | None]]) -> list[Output]:
+        """Advances a gang if its beams all have their candidates."""
+        found = {id(chunk.sequence): result for chunk, result in results if result is not None}
+        is_over = gang.members[0].status is SequenceStatus.FINISHED
+        if is_over or any(id(member) not in found for member in gang.members):
+            return []
+        return self._advance(gang, [found[id(member)].candidates for member in gang.members])
+
+    def _advance(self, gang: Gang, candidates: SequenceOf[SequenceOf[Candidate]]) -> list[Output]:
+        owner_id = gang.members[0].owner_id
+        self._num_sampled_tokens += len(candidates)
+        steps = gang.search.advance(candidates)
+        if gang.search.is_finished:
+            self.remove(owner_id)
+            return [BeamsFinished(owner_id, gang.search.results(), self._clock_ns())]
+        parents = gang.members
+        gang.members = [self._extend(gang, parents, steps, index) for index in range(len(steps))]
+        for step, member in zip(steps, gang.members, strict=True):
+            member.token_ids.append(step.token_id)
+        for parent in parents:
+            if parent not in gang.members:
+                self._leave(parent)
+        return []
+
+    def _extend(self, gang: Gang, parents: list[Sequence], steps: SequenceOf[BeamStep], index: int) -> Sequence:
+        """The sequence of the new beam `index`: the last child of a parent takes its place, the others fork from it."""
+        parent = parents[steps[index].parent]
+        if all(step.parent != steps[index].parent for step in steps[index + 1 :]):
+            return parent
+        fork = self.block_manager.fork(parent, gang.next_id(), 0)
+        self._enter(fork)
+        self.scheduler.start(fork)
+        return fork
 
     # -- looking ----------------------------------------------------------------------------------------------------
 
@@ -275,8 +484,32 @@ class EngineCore:
             num_prefill_tokens=self._num_prefill_tokens,
             num_cached_tokens=self._num_cached_tokens,
             num_sampled_tokens=self._num_sampled_tokens,
+            num_evictions=self.pool.num_evictions,
+            num_pinned_blocks=self.pool.num_pinned,
+            memory=self.memory,
         )
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block is accounted for."""
         self.block_manager.check_integrity(self.sequences.values())
+
+
+def _token_outputs(sequence: Sequence, tokens: list[SampledToken], at_ns: int) -> list[TokenSampled]:
+    """What is told of the next token of each choice of `sequence`, before it is appended."""
+    index, sampling = sequence.num_output_tokens, sequence.sampling
+    return [
+        TokenSampled(
+            sequence.owner_id,
+            index,
+            token.token_id,
+            sampling.finish_after(token.token_id, index + 1),
+            at_ns,
+            choice,
+            token.logprob,
+        )
+        for choice, token in enumerate(tokens, start=sequence.choice)
+    ]
+
+
+def _preempted(one: Preempted, at_ns: int) -> SequencePreempted:
+    return SequencePreempted(one.sequence.owner_id, at_ns, one.sequence.choice, one.is_swapped)

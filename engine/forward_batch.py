@@ -14,19 +14,23 @@ from kvferry.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One token to sample after a slice.
+    """What to sample after a slice: one token, one a choice, or the most likely ones.
 
     Attributes:
         sampling: effective parameters of the sequence.
         position: absolute position of the token to be sampled; it keys the noise.
         num_output_tokens: output tokens produced before this one.
-        choice: number of the choice within its request; it keys the noise too.
+        choice: number of the (first) choice within its request; it keys the noise too.
+        num_choices: choices that get a token each from these logits, `choice` being the first.
+        num_candidates: nothing is sampled; this many most likely tokens are wanted, for beam search.
     """
 
     sampling: SamplingParams
     position: int
     num_output_tokens: int
     choice: int = 0
+    num_choices: int = 1
+    num_candidates: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +58,35 @@ class SequenceSlice:
 
 
 @dataclass(frozen=True, slots=True)
+class Candidate:
+    """A token and the natural logarithm of its probability under the model, before temperature and filters."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The token of one choice; `logprob` as a candidate's, where it was asked for."""
+
+    token_id: int
+    logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
-    """A sampled token id, or why this one sequence could not get one (non-finite logits)."""
+    """What a slice asked for, or why this one sequence could not get it (non-finite logits).
+
+    Attributes:
+        token_id: the sampled token; of the first choice where there are several. None on an error and for candidates.
+        error: for people.
+        logprob: of `token_id`, where `sampling.logprobs` asks for it.
+        others: tokens of the further choices, in order.
+        candidates: most likely tokens, best first, lower ids first among equals.
+    """
 
     token_id: int | None
     error: str | None = None
+    logprob: float | None = None
+    others: tuple[SampledToken, ...] = ()
+    candidates: tuple[Candidate, ...] = ()

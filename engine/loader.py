@@ -38,12 +38,13 @@ LARGEST_DEVIATION = {"float32": 1e-3, "bfloat16": 0.15}
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready for paged attention and what is known of it."""
+    """A model ready for paged attention and what is known of it; `window` as in `engine/runner.py`."""
 
     model: PreTrainedModel
     layout: KvLayout
     max_context: int
     vocab_size: int
+    window: int | None
 
     def logits(self, batch: PagedBatch, rows: Tensor) -> Tensor:
         """Forward one step; float32 logits `[len(rows), vocab_size]` of the flattened rows `rows` only."""
@@ -72,7 +73,13 @@ def load_model(folder: Path, *, dtype: str, block_size: int, max_context: int | 
         model_fingerprint=model_fingerprint(folder),
     )
     vocab_size = _compare_with_eager(folder, model, layout)
-    return LoadedModel(model, layout, limit, vocab_size)
+    return LoadedModel(model, layout, limit, vocab_size, _widest_window(calls))
+
+
+def _widest_window(calls: list[AttentionCall]) -> int | None:
+    """Tokens the widest layer attends to; None where one attends to all."""
+    windows = [call.sliding_window for call in calls]
+    return None if None in windows else max(window for window in windows if window is not None)
 
 
 @torch.inference_mode()

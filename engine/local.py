@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from engine.beam import Hypothesis
 from engine.core import EngineCore
-from engine.outputs import SequenceFailed, SequencePreempted, TokenSampled
+from engine.outputs import BeamsFinished, CandidatesFound, Output, SequenceFailed, SequencePreempted, TokenSampled
 from engine.sequence import Sequence
 from kvferry.errors import KvferryError
 from kvferry.sampling import Finish
@@ -17,12 +18,19 @@ from kvferry.sampling import Finish
 
 @dataclass(slots=True)
 class LocalResult:
-    """Output of one sequence."""
+    """Output of one choice, or of a beam search."""
 
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
     finish: Finish | None = None
+    beams: tuple[Hypothesis, ...] = ()
     error: KvferryError | None = None
     num_preemptions: int = 0
+
+
+def choice_name(seq_id: str, choice: int) -> str:
+    """The result's key of a choice: that of the first one is the sequence's own name."""
+    return seq_id if choice == 0 else f"{seq_id}#{choice}"
 
 
 def generate(
@@ -30,7 +38,7 @@ def generate(
 ) -> dict[str, LocalResult]:
     """Runs `sequences` to their ends; `before_step` is told the number of the step and may add or remove sequences.
 
-    A sequence added by `before_step` gets its result too.
+    A sequence added by `before_step` gets its result too; of several choices each has its own (`choice_name`).
     """
     results: dict[str, LocalResult] = {}
     for sequence in sequences:
@@ -39,16 +47,26 @@ def generate(
     before_step(step)
     while core.has_work:
         for output in core.step():
-            result = results.setdefault(output.seq_id, LocalResult())
-            match output:
-                case TokenSampled():
-                    assert output.token_index == len(result.token_ids), "a token was lost or doubled"
-                    result.token_ids.append(output.token_id)
-                    result.finish = output.finish
-                case SequenceFailed():
-                    result.error = output.error
-                case SequencePreempted():
-                    result.num_preemptions += 1
+            _take(output, results)
         step += 1
         before_step(step)
     return results
+
+
+def _take(output: Output, results: dict[str, LocalResult]) -> None:
+    choice = output.choice if isinstance(output, TokenSampled | SequencePreempted) else 0
+    result = results.setdefault(choice_name(output.seq_id, choice), LocalResult())
+    match output:
+        case TokenSampled():
+            assert output.token_index == len(result.token_ids), "a token was lost or doubled"
+            result.token_ids.append(output.token_id)
+            result.logprobs.append(output.logprob)
+            result.finish = output.finish
+        case BeamsFinished():
+            result.beams = output.beams
+        case CandidatesFound():
+            raise AssertionError("only a prefill worker tells candidates")
+        case SequenceFailed():
+            result.error = output.error
+        case SequencePreempted():
+            result.num_preemptions += 1

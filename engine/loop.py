@@ -131,10 +131,9 @@ class EngineLoop:
         for command in commands:
             command()
         outputs = self._before_step()
-        num_steps = self.core.num_steps
         if self.core.has_work:
             outputs = outputs + self.core.step()
-        self._may_step = self.core.has_work and (bool(outputs) or self.core.num_steps > num_steps)
+        self._may_step = self.core.has_work and (bool(outputs) or not self.core.is_blocked)
         self._busy_since_s = None
         if outputs:
             self._deliver(outputs)

@@ -29,6 +29,7 @@ class ModelRunner:
         self.layout = self._loaded.layout
         self.max_context = self._loaded.max_context
         self.vocab_size = self._loaded.vocab_size
+        self.window = self._loaded.window
         self.num_blocks = config.pool_blocks(self.layout)
         self._cache = PagedKvCache(self.layout, self.num_blocks, config.device)
 

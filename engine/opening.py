@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +13,11 @@ from engine.core import EngineCore, EngineLimits
 from engine.local import generate
 from engine.loop import EngineLoop
 from engine.outputs import Output
+from engine.preemption import PreemptionMode, PreemptionPolicy
+from engine.quotas import block_quotas
 from engine.runner import Runner, RunnerConfig, open_runner
 from engine.sequence import Sequence
+from engine.swap_space import SwapSpace
 from kvferry.config import Config
 from kvferry.errors import FailedPrecondition
 from kvferry.sampling import SamplingParams
@@ -23,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 MAX_STEP_S = 60.0
 """A step that takes longer than this counts as stuck: heartbeats stop and peers give the worker up."""
+
+MEASURED_TOKENS, MEASURED_BLOCKS = 64, 8
+"""How much is computed and copied at start to choose between recompute and swap."""
 
 
 def open_core(config: Config) -> EngineCore:
@@ -44,14 +51,18 @@ def open_core(config: Config) -> EngineCore:
             max_context=engine.max_context,
         ),
     )
+    warm_up(runner)
+    num_swap_blocks = engine.swap_blocks(runner.layout.block_bytes)
     limits = EngineLimits(
         max_batched_tokens=engine.max_batched_tokens,
         max_running=min(engine.max_running, engine.max_batched_tokens),
         max_chunk_tokens=engine.max_chunk_tokens,
         num_watermark_blocks=max(1, int(engine.watermark * runner.num_blocks)),
         prefix_caching=engine.prefix_caching,
+        num_swap_blocks=num_swap_blocks if engine.preemption != "recompute" else 0,
+        preemption=measure_preemption(runner, engine.preemption),
+        quotas=block_quotas(config.tenants, runner.num_blocks),
     )
-    warm_up(runner)
     core = EngineCore(runner, limits)
     log_event(
         logger,
@@ -60,15 +71,42 @@ def open_core(config: Config) -> EngineCore:
         block_bytes=runner.layout.block_bytes,
         pool_bytes=runner.num_blocks * runner.layout.block_bytes,
         num_tokens=runner.num_blocks * runner.layout.block_size,
+        swap_pool_bytes=limits.num_swap_blocks * runner.layout.block_bytes,
+        recompute_s_per_token=round(limits.preemption.recompute_s_per_token, 9),
+        swap_s_per_block=round(limits.preemption.swap_s_per_block, 9),
     )
     return core
 
 
+def measure_preemption(runner: Runner, mode: PreemptionMode) -> PreemptionPolicy:
+    """The policy for this model on this machine; nothing is measured where the mode leaves no choice."""
+    if mode != "auto":
+        return PreemptionPolicy(mode)
+    num_tokens = max(1, min(MEASURED_TOKENS, runner.max_context - 2, runner.num_blocks * runner.layout.block_size - 2))
+    begin_s = time.monotonic()
+    _run_alone(runner, num_tokens)
+    recompute_s = time.monotonic() - begin_s
+    num_blocks = min(MEASURED_BLOCKS, runner.num_blocks)
+    space = SwapSpace(num_blocks, runner.layout.block_bytes)
+    for block_id in range(num_blocks):  # the first copy brings the pages; it is not measured
+        space.store(runner, block_id, block_id)
+    begin_s = time.monotonic()
+    for block_id in range(num_blocks):
+        space.store(runner, block_id, block_id)
+        space.load(runner, block_id, block_id)
+    swap_s = time.monotonic() - begin_s
+    return PreemptionPolicy(mode, recompute_s / num_tokens, swap_s / (2 * num_blocks))
+
+
 def warm_up(runner: Runner) -> None:
-    """One prefill and one decode step in an engine of their own, so that no figure counts them."""
+    """One prefill and one decode step, so that the first request finds everything loaded."""
+    _run_alone(runner, max(1, min(runner.layout.block_size, runner.max_context - 2)))
+
+
+def _run_alone(runner: Runner, num_tokens: int) -> None:
+    """A prompt of `num_tokens` tokens and two output tokens in an engine of their own, so that no figure counts them."""
     core = EngineCore(runner, EngineLimits(prefix_caching=False))
-    token_ids = [0] * max(1, min(core.layout.block_size, runner.max_context - 2))
-    sequence = Sequence("warm-up", token_ids, SamplingParams(max_tokens=2, temperature=0.0))
+    sequence = Sequence("warm-up", [0] * num_tokens, SamplingParams(max_tokens=2, temperature=0.0))
     result = generate(core, [sequence])["warm-up"]
     if result.error is not None:
         raise FailedPrecondition(f"the warm-up step failed: {result.error.message}")

@@ -1,9 +1,14 @@
-"""What a step tells the service around the engine; every value names its sequence."""
+"""What a step tells the service around the engine; every value names the attempt (`seq_id`) it belongs to.
+
+Choices that forked from one prompt share the attempt's name and are told apart by `choice`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.beam import Hypothesis
+from engine.forward_batch import Candidate
 from kvferry.errors import KvferryError
 from kvferry.sampling import Finish
 
@@ -37,14 +42,36 @@ class TokenSampled:
     token_id: int
     finish: Finish | None
     at_ns: int
+    choice: int = 0
+    logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CandidatesFound:
+    """The most likely first tokens of a beam search, best first, on the worker that computed its prompt."""
+
+    seq_id: str
+    candidates: tuple[Candidate, ...]
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class BeamsFinished:
+    """The result of a beam search, best first."""
+
+    seq_id: str
+    beams: tuple[Hypothesis, ...]
+    at_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class SequencePreempted:
-    """The sequence gave up its blocks and waits to be recomputed."""
+    """The sequence gave up its blocks and waits to be recomputed or swapped in."""
 
     seq_id: str
     at_ns: int
+    choice: int = 0
+    is_swapped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +92,24 @@ class GrantMade:
 
 @dataclass(frozen=True, slots=True)
 class SequenceCommitted:
-    """All KV of a shipped sequence is here; it is in the batch. Comes before any token of it."""
+    """All KV of a shipped sequence is here; it is in the batch. Comes before any token of it.
+
+    `choices` of it run: those that their first token did not end.
+    """
 
     seq_id: str
     num_cached_tokens: int
+    choices: tuple[int, ...] = (0,)
 
 
 Output = (
-    SequenceStarted | ChunkComputed | TokenSampled | SequencePreempted | SequenceFailed | GrantMade | SequenceCommitted
+    SequenceStarted
+    | ChunkComputed
+    | TokenSampled
+    | CandidatesFound
+    | BeamsFinished
+    | SequencePreempted
+    | SequenceFailed
+    | GrantMade
+    | SequenceCommitted
 )

@@ -73,6 +73,10 @@ class Runner(Protocol):
     @property
     def num_blocks(self) -> int: ...
 
+    @property
+    def window(self) -> int | None:
+        """Tokens the widest layer attends to, the present one counted; None where a layer attends to all."""
+
     def run(self, slices: list[SequenceSlice]) -> list[Sampled | None]:
         """Compute one step: one entry a slice, None where the slice asked for no token."""
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.forward_batch import Sampled, SampleRequest
+from engine.forward_batch import Candidate, Sampled, SampledToken, SampleRequest
 
 Floats = npt.NDArray[np.float64]
 DROPPED = -np.inf
@@ -40,13 +40,36 @@ def sample_rows(logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sampl
         banned = _banned_token_ids(request, logits.shape[1])
         if not finite[row]:
             sampled.append(Sampled(None, f"non-finite logits at position {request.position}"))
+        elif request.num_candidates:
+            sampled.append(Sampled(None, candidates=_most_likely(logits[row], request.num_candidates)))
         elif len(banned) == logits.shape[1]:
             sampled.append(Sampled(None, f"min_tokens bans every token at position {request.position}"))
-        elif request.sampling.is_greedy and not banned:
-            sampled.append(Sampled(largest[row]))
+        elif request.sampling.is_greedy and not banned and request.num_choices == 1:
+            sampled.append(_with_logprobs([largest[row]], logits[row], request))
         else:
-            sampled.append(Sampled(_sample_row(logits[row].double().numpy(), banned, request)))
+            values = logits[row].double().numpy()
+            choices = range(request.choice, request.choice + request.num_choices)
+            tokens = [_sample_row(values.copy(), banned, request, choice) for choice in choices]
+            sampled.append(_with_logprobs(tokens, logits[row], request))
     return sampled
+
+
+def _with_logprobs(token_ids: list[int], row: Tensor, request: SampleRequest) -> Sampled:
+    """`row`: `[vocab_size]` logits, from which log-probabilities are taken where they are asked for."""
+    logprobs: list[float | None] = [None] * len(token_ids)
+    if request.sampling.logprobs:
+        logprobs = list(row.log_softmax(dim=0)[token_ids].tolist())
+    others = map(SampledToken, token_ids[1:], logprobs[1:])
+    return Sampled(token_ids[0], logprob=logprobs[0], others=tuple(others))
+
+
+def _most_likely(row: Tensor, num_candidates: int) -> tuple[Candidate, ...]:
+    """The most likely tokens, best first; of equal ones the lowest ids first."""
+    logprobs = row.log_softmax(dim=0)
+    smallest_kept = logprobs.topk(num_candidates).values[-1]
+    kept = (logprobs >= smallest_kept).nonzero()[:, 0]  # in order of ids; more than asked for where some are equal
+    order = logprobs[kept].argsort(descending=True, stable=True)[:num_candidates]
+    return tuple(map(Candidate, kept[order].tolist(), logprobs[kept[order]].tolist()))
 
 
 def gumbel_noise(seed: int, choice: int, position: int, vocab_size: int) -> Floats:
@@ -70,7 +93,7 @@ def _banned_token_ids(request: SampleRequest, vocab_size: int) -> list[int]:
     return [token_id for token_id in request.sampling.ending_token_ids if 0 <= token_id < vocab_size]
 
 
-def _sample_row(row: Floats, banned: list[int], request: SampleRequest) -> int:
+def _sample_row(row: Floats, banned: list[int], request: SampleRequest, choice: int) -> int:
     """`row` is a copy of our own, `[vocab_size]`."""
     sampling = request.sampling
     row[banned] = DROPPED
@@ -83,7 +106,7 @@ def _sample_row(row: Floats, banned: list[int], request: SampleRequest) -> int:
         _keep_top_p(row, sampling.top_p)
     if sampling.min_p > 0.0:
         row[row < math.log(sampling.min_p)] = DROPPED
-    return int((row + gumbel_noise(sampling.seed, request.choice, request.position, len(row))).argmax())
+    return int((row + gumbel_noise(sampling.seed, choice, request.position, len(row))).argmax())
 
 
 def _keep_top_k(row: Floats, top_k: int) -> None:

@@ -1,19 +1,23 @@
-"""Chooses what one step computes: continuous batching, chunked prefill, optimistic admission, preemption by recompute.
+"""Chooses what one step computes: continuous batching, chunked prefill, optimistic admission, preemption.
 
 There are no phases: every running sequence has tokens whose KV is missing (one while it decodes, many while it
 prefills) and gets as many of them as the token budget allows: decodes first, then prompts, each in order of priority.
-When a sequence cannot grow, the running sequence of the lowest priority gives up its blocks and waits again; its full
-blocks stay cached, the rest is recomputed. Plain state machine: no torch, no clock, no threads.
+When a sequence cannot grow, the running unit (a sequence, or the beams of a gang) of the lowest priority gives up its
+blocks and waits again: swapped to the host pool, or to be recomputed from what the prefix cache still holds. Plain
+state machine: no torch, no clock, no threads.
 """
 
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from engine.block_manager import BlockManager
+from engine.preemption import PreemptionPolicy
 from engine.sequence import Sequence, SequenceStatus
 from engine.waiting_queue import Admission, WaitingQueue
+from kvferry.stats import MemoryCounters
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +33,21 @@ class ScheduledChunk:
         return self.num_tokens == self.sequence.num_uncomputed_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """A sequence that gave up its blocks, and how."""
+
+    sequence: Sequence
+    is_swapped: bool
+
+
 @dataclass(slots=True)
 class Schedule:
     """One step: what is computed, who joined, who was preempted."""
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
+    preempted: list[Preempted] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -50,10 +62,19 @@ class Scheduler:
         max_batched_tokens: token budget of a step.
         max_running: most sequences in the batch; every one of them may need a token of the budget.
         max_chunk_tokens: most tokens of one sequence in one step.
+        preemption: recompute or swap.
+        counters: what is counted here.
     """
 
     def __init__(
-        self, block_manager: BlockManager, *, max_batched_tokens: int, max_running: int, max_chunk_tokens: int
+        self,
+        block_manager: BlockManager,
+        *,
+        max_batched_tokens: int,
+        max_running: int,
+        max_chunk_tokens: int,
+        preemption: PreemptionPolicy | None = None,
+        counters: MemoryCounters | None = None,
     ) -> None:
         if max_running > max_batched_tokens:
             raise ValueError(
@@ -63,9 +84,10 @@ class Scheduler:
         self.max_batched_tokens = max_batched_tokens
         self.max_running = max_running
         self.max_chunk_tokens = max_chunk_tokens
+        self.preemption = preemption or PreemptionPolicy()
+        self.counters = counters or MemoryCounters()
         self.waiting = WaitingQueue()
-        self.running: list[Sequence] = []  # in order of priority
-        self.num_preemptions = 0
+        self.running: list[Sequence] = []  # in order of priority; beams of a gang side by side
 
     @property
     def has_work(self) -> bool:
@@ -75,9 +97,19 @@ class Scheduler:
     def has_preempted(self) -> bool:
         return any(sequence.num_preemptions > 0 for sequence in self.waiting)
 
+    @property
+    def num_preemptions(self) -> int:
+        return self.counters.num_recompute_preemptions + self.counters.num_swap_preemptions
+
+    @property
+    def num_seats_taken(self) -> int:
+        """Places in the batch: of running sequences, and of the choices and beams that prompts will fork into."""
+        return sum(sequence.num_seats for sequence in self.running)
+
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence without blocks."""
-        sequence.status = SequenceStatus.WAITING
+        """Queues a sequence without blocks; of a gang, the first member stands for all."""
+        for member in sequence.unit:
+            member.status = SequenceStatus.WAITING
         self.waiting.push(sequence)
 
     def start(self, sequence: Sequence) -> None:
@@ -100,11 +132,15 @@ class Scheduler:
             self._schedule_waiting(schedule)
         return schedule
 
+    # -- running sequences ----------------------------------------------------------------------------------------
+
     def _schedule_decodes(self, schedule: Schedule) -> None:
         """One token for each sequence that decodes; these go first so that no prompt can stall them."""
         for sequence in [other for other in self.running if other.num_uncomputed_tokens == 1]:
-            if sequence.status is SequenceStatus.RUNNING and self._make_room(sequence, schedule):
-                schedule.chunks.append(ScheduledChunk(sequence, 1))
+            if sequence.gang is not None and (sequence is not sequence.unit[0] or not sequence.gang.can_step):
+                continue  # the gang goes with its first member, when all can
+            if sequence.status is SequenceStatus.RUNNING and self._make_room(sequence.unit, schedule):
+                schedule.chunks += [ScheduledChunk(member, 1) for member in sequence.unit]
 
     def _schedule_prefills(self, schedule: Schedule) -> None:
         """Chunks of prompts under way; their blocks were allocated when they were admitted."""
@@ -112,38 +148,92 @@ class Scheduler:
             self._append_chunk(schedule, sequence)
 
     def _append_chunk(self, schedule: Schedule, sequence: Sequence) -> None:
+        num_missing = sequence.num_uncomputed_tokens
+        if sequence.gang is not None:
+            num_missing -= 1  # the last one is computed with those of the other beams
+            if not sequence.prefix_is_computed():
+                return
         budget = self.max_batched_tokens - schedule.num_tokens
-        num_tokens = min(sequence.num_uncomputed_tokens, budget, self.max_chunk_tokens)
+        num_tokens = min(num_missing, budget, self.max_chunk_tokens)
         if num_tokens > 0:
             schedule.chunks.append(ScheduledChunk(sequence, num_tokens))
 
-    def _make_room(self, sequence: Sequence, schedule: Schedule) -> bool:
-        """Room for one token more; lower priorities, then the sequence itself, give up theirs."""
-        while not self.block_manager.grow(sequence, sequence.num_tokens):
-            victim = self.running[-1]
-            self._preempt(victim)
-            schedule.preempted.append(victim)
-            if victim is sequence:
-                return False
+    def _make_room(self, unit: SequenceOf[Sequence], schedule: Schedule) -> bool:
+        """Room for one token more of each; lower priorities, then the unit itself, give up theirs."""
+        for sequence in unit:
+            while not self.block_manager.prepare_write(sequence):
+                victim = self._victim(sequence)
+                self.preempt(victim, schedule)
+                if victim[0] is unit[0]:
+                    return False
         return True
 
-    def _preempt(self, victim: Sequence) -> None:
-        self.running.remove(victim)
-        self.block_manager.free(victim)
-        victim.num_preemptions += 1
-        self.num_preemptions += 1
-        self.add(victim)
+    def _victim(self, sequence: Sequence) -> SequenceOf[Sequence]:
+        """The unit of the lowest priority; of the same tenant where its quota is what is short."""
+        if self.block_manager.is_over_quota(sequence):
+            own = [other for other in self.running if other.tenant == sequence.tenant]
+            return own[-1].unit
+        return self.running[-1].unit
+
+    def preempt(self, unit: SequenceOf[Sequence], schedule: Schedule) -> None:
+        """Takes a running unit's blocks and queues it, swapped or to be recomputed; noted in `schedule`."""
+        is_swapped = self.preemption.prefers_swap(unit) and self.block_manager.swap_out(unit)
+        for sequence in unit:
+            self.running.remove(sequence)
+            sequence.num_preemptions += 1
+            schedule.preempted.append(Preempted(sequence, is_swapped))
+            if is_swapped:
+                assert sequence.swapped is not None
+                self.counters.num_swap_preemptions += 1
+            else:
+                sequence.num_lost_tokens = sequence.num_computed_tokens
+                self.counters.num_recompute_preemptions += 1
+                self.block_manager.free(sequence)
+        self.add(unit[0])
+
+    # -- waiting sequences ----------------------------------------------------------------------------------------
 
     def _schedule_waiting(self, schedule: Schedule) -> None:
-        def try_admit(sequence: Sequence) -> Admission:
-            if schedule.num_tokens >= self.max_batched_tokens or len(self.running) >= self.max_running:
-                return Admission.CLOSED
-            if not self.block_manager.admit(sequence, keep_watermark=bool(self.running)):
+        schedule.admitted.extend(self.waiting.admit(lambda sequence: self._try_admit(sequence, schedule)))
+
+    def _try_admit(self, sequence: Sequence, schedule: Schedule) -> Admission:
+        unit = sequence.unit
+        num_seats = min(sum(member.num_seats for member in unit), self.max_running)
+        if schedule.num_tokens >= self.max_batched_tokens or self.num_seats_taken + num_seats > self.max_running:
+            return Admission.CLOSED
+        keep_watermark = bool(self.running)
+        was_swapped = sequence.swapped is not None
+        if was_swapped:
+            if not self.block_manager.swap_in(unit, keep_watermark=keep_watermark):
                 return Admission.NO_ROOM
+        else:
+            if self.waits_for_prefix(sequence, sequence.num_tokens - 1):
+                return Admission.NO_ROOM if sequence.num_preemptions else Admission.DEFERRED
+            if not self.block_manager.admit(unit, keep_watermark=keep_watermark):
+                over_quota = self.block_manager.is_over_quota(sequence)
+                return Admission.DEFERRED if over_quota else Admission.NO_ROOM
+            self._count_admission(unit)
+        for member in unit:
+            self.start(member)
+            if not was_swapped or member.num_uncomputed_tokens > 1:
+                self._append_chunk(schedule, member)
+        return Admission.TAKEN
+
+    def waits_for_prefix(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether another sequence is about to have the next block this one lacks: sooner than computing it anew.
+
+        One of a lower tier is not waited for. `num_tokens`: how many of the sequence's tokens may be hits.
+        """
+        leader = self.block_manager.computing_next(sequence, num_tokens)
+        if leader is None or leader.priority.tier_rank > sequence.priority.tier_rank:
+            return False
+        self.counters.num_prefix_waits += 1
+        return True
+
+    def _count_admission(self, unit: SequenceOf[Sequence]) -> None:
+        for sequence in unit:
+            if sequence.num_preemptions:
+                lost = min(sequence.num_lost_tokens, sequence.num_tokens)
+                self.counters.num_recomputed_tokens += max(0, lost - sequence.num_computed_tokens)
             if sequence.num_cached_tokens is None:
                 sequence.num_cached_tokens = sequence.num_computed_tokens
-            self.start(sequence)
-            self._append_chunk(schedule, sequence)
-            return Admission.TAKEN
-
-        schedule.admitted.extend(self.waiting.admit(try_admit))

@@ -18,7 +18,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from engine.forward_batch import Sampled, SampleRequest, SequenceSlice
+from engine.forward_batch import Candidate, Sampled, SampledToken, SampleRequest, SequenceSlice
 from kvferry.errors import FailedPrecondition
 from kvferry.kv_layout import KvLayout
 from kvferry.sampling import SamplingParams
@@ -129,6 +129,22 @@ def token_of_slots(slots: bytes, config: ScriptConfig, sampling: SamplingParams 
     return config.lowest_token_id + state % (config.vocab_size - config.lowest_token_id)
 
 
+def scripted_logprob(token_id: int) -> float:
+    """The log-probability said of a sampled token: -1, -1.25 … -2.75, by its id."""
+    return -1.0 - (token_id % 8) / 4
+
+
+def candidates_of_slots(slots: bytes, config: ScriptConfig, num_candidates: int) -> tuple[Candidate, ...]:
+    """The most likely tokens for beam search: ids from the digest of all slots on, ever less likely."""
+    num_ids = config.vocab_size - config.lowest_token_id
+    state = int.from_bytes(hashlib.blake2b(slots, digest_size=8).digest(), "little")
+    gap = 1.0 + (state >> 32) % 64 / 64  # from one candidate to the next; differs from beam to beam
+    return tuple(
+        Candidate(config.lowest_token_id + (state + rank) % num_ids, -gap * (rank + 1) / 4)
+        for rank in range(min(num_candidates, num_ids))
+    )
+
+
 def scripted_next_token(
     token_ids: Sequence[int],
     config: ScriptConfig = DEFAULT_SCRIPT_CONFIG,
@@ -172,6 +188,7 @@ class ScriptedRunner:
         self.max_context = config.max_context
         self.vocab_size = config.vocab_size
         self.num_blocks = num_blocks
+        self.window: int | None = None
         self._sleep = sleep
         pool = memoryview(bytearray(num_blocks * self.layout.block_bytes))
         size = self.layout.block_bytes
@@ -205,12 +222,21 @@ class ScriptedRunner:
         assert request.position == part.context_length
         if request.num_output_tokens in self.config.nan_at_output_index:
             return Sampled(None, f"non-finite logits for sequence {part.seq_id!r} at position {request.position}")
+        slots = self._slots(part.block_table, part.context_length) if self.config.mode == "digest" else b""
+        if request.num_candidates:
+            return Sampled(None, candidates=candidates_of_slots(slots, self.config, request.num_candidates))
+        choices = range(request.choice, request.choice + request.num_choices)
+        first, *others = (self._token(part, request, slots, choice) for choice in choices)
+        return Sampled(first.token_id, logprob=first.logprob, others=tuple(others))
+
+    def _token(self, part: SequenceSlice, request: SampleRequest, slots: bytes, choice: int) -> SampledToken:
         if self.config.mode == "script":
-            return Sampled(self.config.script[request.num_output_tokens % len(self.config.script)])
-        if self.config.mode == "table":
-            return Sampled(self.config.table.get(part.token_ids[-1], part.token_ids[-1]))
-        slots = self._slots(part.block_table, part.context_length)
-        return Sampled(token_of_slots(slots, self.config, request.sampling, request.choice))
+            token_id = self.config.script[request.num_output_tokens % len(self.config.script)]
+        elif self.config.mode == "table":
+            token_id = self.config.table.get(part.token_ids[-1], part.token_ids[-1])
+        else:
+            token_id = token_of_slots(slots, self.config, request.sampling, choice)
+        return SampledToken(token_id, scripted_logprob(token_id) if request.sampling.logprobs else None)
 
     def _slot(self, block_table: Sequence[int], position: int) -> memoryview:
         block, offset = divmod(position, self.layout.block_size)

@@ -1,9 +1,9 @@
-"""One sequence: the mutable state of one choice of one request inside a worker.
+"""One sequence: the mutable state of one choice, or one beam, of one request inside a worker.
 
 Life: WAITING (in the queue) → RUNNING (in the batch) → FINISHED. A prefill worker's sequence goes from RUNNING to HELD:
 its prompt is computed, its first token sampled, and its blocks are kept until the shipment is acknowledged. A decode
 worker's sequence begins RESERVED: blocks are set aside for KV that is still on the way. Preemption leads from RUNNING
-back to WAITING.
+back to WAITING. A prompt of several choices is one sequence until its first tokens are known, then it forks.
 """
 
 from __future__ import annotations
@@ -12,9 +12,14 @@ import enum
 import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvferry.block_hash import hash_block
-from kvferry.sampling import SamplingParams
+from kvferry.sampling import BeamParams, SamplingParams
+
+if TYPE_CHECKING:
+    from engine.gang import Gang
+    from engine.swap_space import SwappedTable
 
 
 class SequenceStatus(enum.Enum):
@@ -44,7 +49,8 @@ class Sequence:
     """Tokens, blocks and progress of one choice.
 
     `token_ids` holds the prompt, then output tokens; those made before a resume are part of what is given at the start.
-    `num_computed_tokens` of them have their KV in the blocks of `block_table`.
+    `num_computed_tokens` of them have their KV in the blocks of `block_table`. `seq_id` is unique in the engine,
+    `owner_id` names the attempt that all forks of one prompt belong to.
     """
 
     def __init__(
@@ -58,8 +64,20 @@ class Sequence:
         hash_root: bytes = b"",
         hold_after_prefill: bool = False,
         use_prefix_cache: bool = True,
+        owner_id: str | None = None,
+        choice: int = 0,
+        num_choices: int = 1,
+        beam: BeamParams | None = None,
+        tenant: str = "",
     ) -> None:
         self.seq_id = seq_id
+        self.owner_id = owner_id or seq_id
+        self.choice = choice
+        self.num_choices = num_choices  # 1 again once it has forked
+        self.stopped_choices: set[int] = set()  # choices that ended before it forked
+        self.beam = beam
+        self.tenant = tenant
+        self.gang: Gang | None = None  # the beams it is stepped with
         self.token_ids = list(token_ids)
         self.sampling = sampling
         self.num_prompt_tokens = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
@@ -72,7 +90,12 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens: int | None = None  # prefix-cache hits at first admission; None before it
         self.num_published_blocks = 0  # leading full blocks whose hash is in the pool
+        self.num_dropped_blocks = 0  # leading blocks that left the attention window and were given back
         self.num_preemptions = 0
+        self.num_lost_tokens = 0  # computed tokens given up by the last preemption
+        self.was_started = False
+        self.swapped: SwappedTable | None = None  # where its blocks are while it is swapped out
+        self.prefix_leader: Sequence | None = None  # computes the blocks they share; a resumed beam waits for it
         self._hash_root = hash_root
         self._block_hashes: list[bytes] = []
 
@@ -95,11 +118,62 @@ class Sequence:
         return self.num_uncomputed_tokens > 1 or self.num_tokens == self.num_given_tokens
 
     @property
+    def held_blocks(self) -> list[int]:
+        """The blocks of the table that it holds; entries before them are stale."""
+        return self.block_table[self.num_dropped_blocks :]
+
+    @property
+    def unit(self) -> list[Sequence]:
+        """The sequences that are scheduled and preempted with it, itself included."""
+        return self.gang.members if self.gang is not None else [self]
+
+    @property
+    def num_seats(self) -> int:
+        """Sequences of a batch it will be once its first tokens are known."""
+        if self.gang is not None or self.hold_after_prefill:
+            return 1
+        return self.beam.width if self.beam is not None else self.num_choices
+
+    @property
     def max_kv_tokens(self) -> int:
         """Most tokens whose KV this sequence can ever hold; the last output token's KV is never computed."""
         if self.hold_after_prefill:
             return self.num_given_tokens
         return self.num_prompt_tokens + self.sampling.max_tokens - 1
+
+    def prefix_is_computed(self) -> bool:
+        """Whether the blocks that a resumed beam shares with its gang's first member are computed."""
+        leader = self.prefix_leader
+        if leader is not None and leader.num_computed_tokens >= self.num_computed_tokens:
+            self.prefix_leader = leader = None
+        return leader is None
+
+    def fork(self, seq_id: str, choice: int) -> Sequence:
+        """A sequence with the same tokens and the same table; the block manager counts it as a holder."""
+        fork = Sequence(
+            seq_id,
+            self.token_ids,
+            self.sampling,
+            num_prompt_tokens=self.num_prompt_tokens,
+            priority=self.priority,
+            hash_root=self._hash_root,
+            use_prefix_cache=self.use_prefix_cache,
+            owner_id=self.owner_id,
+            choice=choice,
+            beam=self.beam,
+            tenant=self.tenant,
+        )
+        fork.num_given_tokens = self.num_given_tokens
+        fork.gang = self.gang
+        fork.block_table = list(self.block_table)
+        fork.num_computed_tokens = self.num_computed_tokens
+        fork.num_cached_tokens = self.num_cached_tokens
+        fork.num_published_blocks = self.num_published_blocks
+        fork.num_dropped_blocks = self.num_dropped_blocks
+        fork.num_preemptions = self.num_preemptions
+        fork.was_started = self.was_started
+        fork._block_hashes = list(self._block_hashes)
+        return fork
 
     def block_hashes(self, num_blocks: int, block_size: int) -> list[bytes]:
         """Hashes of the first `num_blocks` full blocks; each is computed once."""

@@ -17,7 +17,13 @@ def sequence_from_spec(
         spec.sampling,
         num_prompt_tokens=spec.num_prompt_tokens,
         priority=Priority(tier_rank=spec.tier_rank, deadline_unix_ms=spec.deadline_unix_ms, arrival=arrival),
-        hash_root=core.hash_root(adapter=spec.adapter, cache_salt=spec.cache_salt),
+        hash_root=core.hash_root(
+            adapter=spec.adapter, cache_salt=spec.cache_salt, tenant=spec.tenant, shared_salt=spec.shared_salt
+        ),
         hold_after_prefill=hold_after_prefill,
         use_prefix_cache=not spec.bypass_prefix_cache,
+        choice=spec.choice,
+        num_choices=spec.num_choices,
+        beam=spec.beam,
+        tenant=spec.tenant,
     )

@@ -19,6 +19,7 @@ class Admission(enum.Enum):
 
     TAKEN = "taken"
     NO_ROOM = "no_room"  # not this one, but a smaller one might fit
+    DEFERRED = "deferred"  # it waits for something else than room: others go first without overtaking it
     CLOSED = "closed"  # none at all for now
 
 
@@ -28,11 +29,13 @@ class WaitingQueue:
     Args:
         max_bypasses: how often one sequence may be overtaken by later ones.
         max_refusals: how many that do not fit are looked at in one go; bounds the cost of a step with a long queue.
+        max_deferrals: the same for those that wait for something else.
     """
 
-    def __init__(self, max_bypasses: int = 16, max_refusals: int = 8) -> None:
+    def __init__(self, max_bypasses: int = 16, max_refusals: int = 8, max_deferrals: int = 64) -> None:
         self._max_bypasses = max_bypasses
         self._max_refusals = max_refusals
+        self._max_deferrals = max_deferrals
         self._sequences: list[Sequence] = []
         self._num_bypasses: dict[str, int] = {}
 
@@ -55,6 +58,7 @@ class WaitingQueue:
         """Offers each sequence, in order, to `try_admit` and removes those it takes."""
         admitted: list[Sequence] = []
         refused: list[Sequence] = []
+        num_deferred = 0
         for sequence in list(self._sequences):
             outcome = try_admit(sequence)
             if outcome is Admission.CLOSED:
@@ -62,9 +66,13 @@ class WaitingQueue:
             if outcome is Admission.TAKEN:
                 admitted.append(sequence)
                 self._count_bypass(refused)
+            elif outcome is Admission.DEFERRED:
+                num_deferred += 1
             else:
                 refused.append(sequence)
             if len(refused) >= self._max_refusals or any(not self._may_bypass(other) for other in refused):
+                break
+            if num_deferred >= self._max_deferrals:
                 break
         for sequence in admitted:
             self.remove(sequence)

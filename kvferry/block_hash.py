@@ -15,9 +15,15 @@ from kvferry.kv_layout import KvLayout
 HASH_BYTES = 32
 
 
-def hash_root(layout: KvLayout, *, adapter: str = "", cache_salt: str = "") -> bytes:
-    """Root of the chain for one model, KV layout, adapter and tenant salt."""
-    digest = hashlib.sha256(b"kvferry.block.v1")
+def hash_root(
+    layout: KvLayout, *, adapter: str = "", cache_salt: str = "", tenant: str = "", shared_salt: str = ""
+) -> bytes:
+    """Root of the chain for one model, KV layout, adapter, tenant and salts.
+
+    A `shared_salt` takes the tenant's place: tenants that set the same one find each other's blocks. Its label differs,
+    so no tenant's name can be a salt that lets others in.
+    """
+    digest = hashlib.sha256(b"kvferry.block.v2")
     parts = {
         "model": layout.model_fingerprint,
         "dtype": layout.dtype,
@@ -28,6 +34,7 @@ def hash_root(layout: KvLayout, *, adapter: str = "", cache_salt: str = "") -> b
         "wire_version": str(layout.wire_version),
         "adapter": adapter,
         "cache_salt": cache_salt,
+        **({"shared_salt": shared_salt} if shared_salt else {"tenant": tenant}),
     }
     for label, value in parts.items():
         for text in (label.encode(), value.encode()):

@@ -6,7 +6,8 @@
             async for event in events:          # messages as documented in proto/kvferry/v1/inference.proto
                 print(event.delta.text, end="")
 
-Leaving the block cancels the request, wherever it is. Errors are those of `kvferry.errors`.
+Leaving the block cancels the request, wherever it is. Errors are those of `kvferry.errors`. Where the router knows
+tenants, `Client(target, api_key=…)` says whose calls these are.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from kvferry.errors import DataLoss, InvalidArgument
 from kvferry.rpc import RpcChannel
 from kvferry.sampling import Finish
 from kvferry.wire import finish_from_pb
-from proto.kvferry.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from proto.kvferry.v1 import cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 
 MAX_RESPONSE_BYTES = 64 << 20
 """A message with logprobs of a long prompt is large."""
 CONTROL_TIMEOUT_S = 10.0
 """For calls that only ask."""
+CACHE_TIMEOUT_S = 15.0
+"""Longer than the router waits for a worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +59,21 @@ class GenerateOptions:
     min_p: float | None = None
     seed: int | None = None
     n: int | None = None
+    best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     time_limit_s: float | None = None
     tier: str = ""
+    tenant: str = ""
+    adapter: str = ""
+    bypass_prefix_cache: bool | None = None
+    cache_salt: str = ""
+    shared_salt: str = ""
     request_id: str = ""
 
     def to_pb(self) -> inference_pb2.GenerateRequest:
@@ -72,19 +84,45 @@ class GenerateOptions:
         _set_prompt(request, self.prompt)
         for name in _SAMPLING_FIELDS:
             _set(request.sampling, f"sampling.{name}", getattr(self, name))
+        _set_beam_search(request, self)
         for name in _STOPPING_FIELDS:
             _set(request.stopping, f"stopping.{name}", getattr(self, name))
+        for name in _CACHE_FIELDS:
+            _set(request.cache, f"cache.{name}", getattr(self, name) or None)
         _extend(request.stopping.stop, "stopping.stop", self.stop)
         _extend(request.stopping.stop_token_ids, "stopping.stop_token_ids", self.stop_token_ids)
         return request
 
 
-_LABEL_FIELDS = ("model", "tier", "request_id")
-_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed", "n")
+_LABEL_FIELDS = ("model", "tier", "tenant", "adapter", "request_id")
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed", "n", "best_of")
 _STOPPING_FIELDS = ("max_tokens", "min_tokens", "include_stop_str_in_output", "ignore_eos", "time_limit_s")
+_CACHE_FIELDS = ("bypass_prefix_cache", "cache_salt", "shared_salt")
 
 
-def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
+@dataclass(frozen=True, slots=True)
+class PinOptions:
+    """A prefix to pin, as a request would begin; `tenant` is for administrators, who may act for others."""
+
+    name: str
+    prompt: Prompt
+    adapter: str = ""
+    cache_salt: str = ""
+    shared_salt: str = ""
+    tenant: str = ""
+
+    def to_pb(self) -> cache_pb2.PinPrefixRequest:
+        """The message; raises InvalidArgument for a value its field cannot hold."""
+        request = cache_pb2.PinPrefixRequest()
+        for name in ("name", "adapter", "tenant"):
+            _set(request, name, getattr(self, name))
+        _set_prompt(request, self.prompt)
+        for name in ("cache_salt", "shared_salt"):
+            _set(request.cache, f"cache.{name}", getattr(self, name) or None)
+        return request
+
+
+def _set_prompt(request: inference_pb2.GenerateRequest | cache_pb2.PinPrefixRequest, prompt: Prompt) -> None:
     if isinstance(prompt, str):
         _set(request, "prompt.text", prompt)
     elif prompt and isinstance(prompt[0], ChatMessage):
@@ -95,6 +133,17 @@ def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
     else:
         request.token_ids.SetInParent()
         _extend(request.token_ids.ids, "prompt.token_ids", prompt)
+
+
+def _set_beam_search(request: inference_pb2.GenerateRequest, options: GenerateOptions) -> None:
+    """A width makes it a beam search; the server refuses the other two without one."""
+    for name, value in (
+        ("width", options.beam_width),
+        ("length_penalty", options.length_penalty),
+        ("early_stopping", options.early_stopping),
+    ):
+        if value is not None:
+            _set(request.beam_search, f"beam_search.{name}", value)
 
 
 def _set(message: Any, path: str, value: object) -> None:
@@ -122,6 +171,7 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish: Finish | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(slots=True)
@@ -144,6 +194,8 @@ class Completion:
             case "finish":
                 choice = self._choice(event.finish.index)
                 choice.finish = finish_from_pb(event.finish.finish)
+                if event.finish.HasField("cumulative_logprob"):
+                    choice.cumulative_logprob = event.finish.cumulative_logprob
                 self._check_count(choice, event.finish.num_output_tokens)
             case "completed":
                 self.usage, self.timings = event.completed.usage, event.completed.timings
@@ -172,11 +224,13 @@ class Completion:
 
 
 class Client:
-    """A connection to a router at `target` (host:port)."""
+    """A connection to a router at `target` (host:port); `api_key` goes with every call."""
 
-    def __init__(self, target: str, *, tracer: Tracer | None = None) -> None:
-        self._channel = RpcChannel(target, tracer=tracer, max_message_bytes=MAX_RESPONSE_BYTES)
+    def __init__(self, target: str, *, tracer: Tracer | None = None, api_key: str | None = None) -> None:
+        headers = {} if api_key is None else {"authorization": f"Bearer {_checked_key(api_key)}"}
+        self._channel = RpcChannel(target, tracer=tracer, max_message_bytes=MAX_RESPONSE_BYTES, headers=headers)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel.grpc)
+        self._cache_stub = cache_pb2_grpc.CacheServiceStub(self._channel.grpc)
 
     async def __aenter__(self) -> Self:
         return self
@@ -223,3 +277,34 @@ class Client:
         request = inference_pb2.ListWorkersRequest()
         response = await self._channel.unary(self._stub.ListWorkers, request, timeout_s=CONTROL_TIMEOUT_S)
         return tuple(response.workers)
+
+    # -- KV memory ------------------------------------------------------------------------------------------------
+
+    async def memory(self) -> Sequence[cache_pb2.WorkerMemory]:
+        """The KV memory of every worker."""
+        request = cache_pb2.GetMemoryRequest()
+        response = await self._channel.unary(self._cache_stub.GetMemory, request, timeout_s=CACHE_TIMEOUT_S)
+        return tuple(response.workers)
+
+    async def flush_prefix_cache(self, *, tenant: str = "") -> Sequence[cache_pb2.WorkerBlocks]:
+        """Empties the prefix cache; `tenant` is for administrators, who otherwise empty everybody's."""
+        request = cache_pb2.FlushPrefixCacheRequest(tenant=tenant)
+        response = await self._channel.unary(self._cache_stub.FlushPrefixCache, request, timeout_s=CACHE_TIMEOUT_S)
+        return tuple(response.workers)
+
+    async def pin_prefix(self, options: PinOptions) -> cache_pb2.PinPrefixResponse:
+        """Keeps what is cached of a prefix from eviction."""
+        return await self._channel.unary(self._cache_stub.PinPrefix, options.to_pb(), timeout_s=CACHE_TIMEOUT_S)
+
+    async def unpin_prefix(self, name: str, *, tenant: str = "") -> Sequence[cache_pb2.WorkerBlocks]:
+        """Ends a pin."""
+        request = cache_pb2.UnpinPrefixRequest(name=name, tenant=tenant)
+        response = await self._channel.unary(self._cache_stub.UnpinPrefix, request, timeout_s=CACHE_TIMEOUT_S)
+        return tuple(response.workers)
+
+
+def _checked_key(api_key: str) -> str:
+    """Metadata holds printable ASCII only; the library's own message would repeat the key."""
+    if not api_key or not all("!" <= character <= "~" for character in api_key):
+        raise InvalidArgument("api_key", "must be printable ASCII characters without spaces, at least one")
+    return api_key

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvferry.client import Client
-from kvferry.config import Config, to_toml
+from kvferry.config import Config, to_toml, write_private
 from kvferry.errors import FailedPrecondition, KvferryError, Unavailable
 from kvferry.host import num_cores
 from kvferry.rpc import check_can_listen
@@ -110,7 +110,7 @@ class LocalCluster:
         self._report_start()
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-")))
         await self._stack.enter_async_context(self._supervisor)
-        file = _write(folder / "worker.toml", self._config)
+        file = _write(folder / "worker.toml", self._config.without_keys())
         starts = [asyncio.create_task(self._start_worker(role, index, file)) for index, role in self._numbered_roles()]
         self._workers = await _all_or_first_error(starts)
         addresses = {role: tuple(child.address for kind, child in self._workers if kind == role) for role in MODULES}
@@ -140,7 +140,7 @@ class LocalCluster:
 
     async def _stop_router(self, router: Child) -> None:
         with suppress(KvferryError, TimeoutError):
-            async with asyncio.timeout(COUNT_TIMEOUT_S), Client(router.address) as client:
+            async with asyncio.timeout(COUNT_TIMEOUT_S), self._client(router.address) as client:
                 num_requests = sum(worker.num_requests for worker in await client.workers() if worker.role == "decode")
             if num_requests:
                 text = f"waiting for {num_requests} request{'s' * (num_requests > 1)}"
@@ -166,11 +166,14 @@ class LocalCluster:
         problem = "it does not answer"
         timeout_s = self._config.supervisor.ready_timeout_s
         try:
-            async with asyncio.timeout(timeout_s), Client(router) as client:
+            async with asyncio.timeout(timeout_s), self._client(router) as client:
                 while problem := await self._what_is_missing(client):  # noqa: ASYNC110 - another process's state
                     await asyncio.sleep(POLL_INTERVAL_S)
         except TimeoutError:
             raise Unavailable(f"the router is not ready after {timeout_s:g} s: {problem}") from None
+
+    def _client(self, router: str) -> Client:
+        return Client(router, api_key=self._config.own_key)
 
     async def _what_is_missing(self, client: Client) -> str:
         """Why requests cannot be served yet; empty when they can."""
@@ -219,5 +222,5 @@ async def _all_or_first_error(
 
 
 def _write(file: Path, config: Config) -> Path:
-    file.write_text(to_toml(config), encoding="utf-8")
+    write_private(file, to_toml(config, show_keys=True))
     return file

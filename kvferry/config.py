@@ -2,6 +2,9 @@
 
 `load_config` is the only reader of the environment in the whole project. Unknown keys are refused by name, whatever
 source they come from. `to_toml` prints the effective values; a child process gets exactly that as its `--config`.
+
+API keys are `SecretStr`: no repr, log line or error shows one. `to_toml` writes them only when asked, for the router's
+own file, which nobody else may read (`write_private`); workers get a configuration without keys.
 """
 
 from __future__ import annotations
@@ -14,12 +17,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvferry.errors import InvalidArgument, NotFound
 from kvferry.host import memory_limit_bytes
-from kvferry.tomlout import toml_document
+from kvferry.tomlout import Hidden, toml_document
 
 ENV_PREFIX = "KVFERRY_"
 DEFAULT_FILE = Path("kvferry.toml")
@@ -30,6 +42,12 @@ MAX_DEFAULT_POOL_BYTES = 2 << 30
 MIN_DEFAULT_POOL_BYTES = 64 << 20
 MAX_DEFAULT_BLOCKS = 1 << 18
 """Blocks of a scripted model are tiny: without this the books of its default pool would have millions of entries."""
+
+MIN_KEY_CHARS = 8
+MAX_KEY_CHARS = 512
+"""Keys travel in headers, of which peers accept 8 KB."""
+SAFE_TENANT_KEYS = ("name", "admin", "max_used_share", "max_cached_share")
+"""Values of these may stand in an error message; anything else below `tenants` could be a misplaced API key."""
 
 _Section = TypeVar("_Section", bound=BaseModel)
 
@@ -57,6 +75,18 @@ def _otlp_endpoint(value: str) -> str:
     return value
 
 
+def _api_key(value: SecretStr) -> SecretStr:
+    """Messages name the rule, never the key."""
+    key = value.get_secret_value()
+    if not MIN_KEY_CHARS <= len(key) <= MAX_KEY_CHARS:
+        raise ValueError(f"an API key has {MIN_KEY_CHARS} … {MAX_KEY_CHARS} characters; this one has {len(key)}")
+    if not re.fullmatch(r"[!-~]+", key):
+        raise ValueError("an API key consists of printable ASCII characters without spaces")
+    if set(key) == {"*"}:
+        raise ValueError("asterisks stand for a hidden API key; write the key itself")
+    return value
+
+
 def _is_host_port(text: str, lowest_port: int) -> bool:
     """Whether it is host:port; an IPv6 host stands in brackets."""
     match = re.fullmatch(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):([0-9]{1,5})", text)
@@ -67,6 +97,7 @@ ListenAddress = Annotated[str, AfterValidator(_listen_address)]
 PeerAddress = Annotated[str, AfterValidator(_peer_address)]
 Addresses = Annotated[tuple[PeerAddress, ...], NoDecode, BeforeValidator(_split_commas)]
 OtlpEndpoint = Annotated[str, AfterValidator(_otlp_endpoint)]
+ApiKey = Annotated[SecretStr, AfterValidator(_api_key)]
 
 
 class _Frozen(BaseModel):
@@ -144,6 +175,13 @@ class EngineConfig(_Frozen):
     """Share of the blocks kept free on admission so that running sequences can grow."""
     prefix_caching: bool = True
     """Whether blocks of earlier prompts are used again."""
+    preemption: Literal["auto", "recompute", "swap"] = "auto"
+    """What happens to the KV of a preempted sequence: dropped and computed again, or copied to host memory and back;
+    auto: what costs less by the copy and step times measured at start."""
+    swap_memory_bytes: int = Field(default=256 << 20, ge=0)
+    """Most host memory of one engine for blocks of preempted sequences, taken when first used; 0 is off."""
+    check_integrity: bool = False
+    """Whether the books of the pool are checked against all block tables whenever the engine gets idle; for tests."""
     engines_per_machine: int = Field(default=1, ge=1)
     """Engines that share the default pool of this machine; `kvferry up` sets it."""
     num_threads: int | None = Field(default=None, ge=1)
@@ -171,6 +209,10 @@ class EngineConfig(_Frozen):
             )
         return num_blocks if self.kv_memory_bytes is not None else min(num_blocks, MAX_DEFAULT_BLOCKS)
 
+    def swap_blocks(self, block_bytes: int) -> int:
+        """Blocks of the host pool; bounded like a default pool, for a scripted model's blocks are tiny."""
+        return min(self.swap_memory_bytes // block_bytes, MAX_DEFAULT_BLOCKS)
+
 
 class TransferConfig(_Frozen):
     """Shipping of blocks and liveness of internal streams."""
@@ -194,6 +236,37 @@ class TierConfig(_Frozen):
     """Lower goes first."""
     default: bool = False
     """The tier of a request that names none."""
+
+
+class TenantConfig(_Frozen):
+    """Who may call, one [[tenants]] table each; without any, everybody may do everything, without a key."""
+
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Part of the block hashes: no tenant sees another's blocks unless both set one shared salt."""
+    api_keys: tuple[ApiKey, ...] = ()
+    """Any of these, sent as `authorization: Bearer KEY`, makes a call this tenant's; several allow changing one without
+    a pause."""
+    admin: bool = False
+    """Whether it may see, flush and pin the blocks of all tenants and abort their requests."""
+    max_used_share: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Share of each worker's pool that its sequences and pins may hold at one time; no bound when unset."""
+    max_cached_share: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Share of each worker's pool that its cached blocks may take; no bound when unset."""
+
+    def max_used_blocks(self, num_blocks: int) -> int | None:
+        """Its bound in a pool of `num_blocks`: at least one; None without a bound."""
+        return None if self.max_used_share is None else max(1, int(self.max_used_share * num_blocks))
+
+    def max_cached_blocks(self, num_blocks: int) -> int | None:
+        """Its bound in a pool of `num_blocks`; None without a bound."""
+        return None if self.max_cached_share is None else int(self.max_cached_share * num_blocks)
+
+
+class ClientConfig(_Frozen):
+    """What the commands that talk to a router use."""
+
+    api_key: ApiKey | None = None
+    """Sent with every call; `--api-key` wins."""
 
 
 class TelemetryConfig(_Frozen):
@@ -225,6 +298,8 @@ class ShutdownConfig(_Frozen):
     """Time running requests get after SIGTERM."""
 
 
+_TABLES_OF_LISTS: Mapping[str, type[BaseModel]] = {"tiers": TierConfig, "tenants": TenantConfig}
+
 DEFAULT_TIERS = (
     TierConfig(name="interactive", rank=0),
     TierConfig(name="standard", rank=1, default=True),
@@ -249,6 +324,8 @@ class Config(BaseSettings):
     engine: EngineConfig = EngineConfig()
     transfer: TransferConfig = TransferConfig()
     tiers: tuple[TierConfig, ...] = DEFAULT_TIERS
+    tenants: tuple[TenantConfig, ...] = ()
+    client: ClientConfig = ClientConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
     shutdown: ShutdownConfig = ShutdownConfig()
@@ -273,6 +350,38 @@ class Config(BaseSettings):
         if sum(tier.default for tier in self.tiers) != 1:
             raise ValueError("tiers: exactly one must have default = true")
         return self
+
+    @model_validator(mode="after")
+    def _tenants_are_consistent(self) -> Config:
+        names = [tenant.name for tenant in self.tenants]
+        if len(set(names)) != len(names):
+            raise ValueError(f"tenants: names must differ, got {', '.join(names)}")
+        owners: dict[str, str] = {}
+        for tenant in self.tenants:
+            for key in tenant.api_keys:
+                owner = owners.setdefault(key.get_secret_value(), tenant.name)
+                if owner != tenant.name:
+                    raise ValueError(f"tenants: {owner} and {tenant.name} have one API key in common")
+        return self
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether any API key is in it."""
+        return self.client.api_key is not None or any(tenant.api_keys for tenant in self.tenants)
+
+    def without_keys(self) -> Config:
+        """A copy for processes that never check a key."""
+        values = self.model_dump()
+        for tenant in values["tenants"]:
+            tenant["api_keys"] = ()
+        values["client"]["api_key"] = None
+        return _validated(values)
+
+    @property
+    def own_key(self) -> str | None:
+        """A key for calls to a router of this very configuration: an administrator's if there is one."""
+        tenants = sorted(self.tenants, key=lambda tenant: not tenant.admin)
+        return next((key.get_secret_value() for tenant in tenants for key in tenant.api_keys), None)
 
     @property
     def default_tier(self) -> TierConfig:
@@ -321,12 +430,26 @@ def child_environment(num_threads: int) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
 
 
-def to_toml(config: Config) -> str:
-    """The effective values as TOML; `load_config` of it gives an equal Config.
+def to_toml(config: Config, *, show_keys: bool = False) -> str:
+    """The effective values as TOML; `load_config` of it gives an equal Config, but for API keys that are hidden.
 
-    Above each key stands what it means. Unset values are comments.
+    Above each key stands what it means. Unset values, and hidden ones, are comments.
     """
-    return toml_document(config.model_dump(mode="json"), _key_docs())
+    values = config.model_dump(mode="json")
+    for tenant, written in zip(config.tenants, values["tenants"], strict=True):
+        keys = [key.get_secret_value() for key in tenant.api_keys]
+        written["api_keys"] = keys if show_keys or not keys else Hidden(len(keys))
+    if config.client.api_key is not None:
+        values["client"]["api_key"] = config.client.api_key.get_secret_value() if show_keys else Hidden(1)
+    values["tenants"] = values["tenants"] or None
+    return toml_document(values, _key_docs())
+
+
+def write_private(file: Path, text: str) -> None:
+    """Makes `file`, which must not exist, readable by its owner alone from its first moment."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        stream.write(text)
 
 
 def _read_toml(path: Path | None) -> dict[str, Any]:
@@ -368,8 +491,13 @@ def _explain(error: ValidationError) -> InvalidArgument:
     if fault["type"] == "extra_forbidden":
         return InvalidArgument(key, f"unknown key{_nearest(key, _known_keys())}")
     reason = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    shown = "" if isinstance(fault["input"], Mapping) else f", got {fault['input']!r}"
+    shown = "" if isinstance(fault["input"], Mapping) or _may_be_secret(location) else f", got {fault['input']!r}"
     return InvalidArgument(key, f"{reason}{shown}")
+
+
+def _may_be_secret(location: Sequence[str]) -> bool:
+    is_tenants = location[:1] == ["tenants"] and location[-1] not in SAFE_TENANT_KEYS
+    return is_tenants or location[:1] == ["client"]
 
 
 def _known_keys() -> list[str]:
@@ -381,7 +509,7 @@ def _key_docs() -> dict[str, str]:
     """What every section, and every key as `section.key`, means."""
     docs: dict[str, str] = {}
     for section, field in Config.model_fields.items():
-        inner = TierConfig if section == "tiers" else field.annotation
+        inner = _TABLES_OF_LISTS.get(section) or field.annotation
         assert isinstance(inner, type) and issubclass(inner, BaseModel)
         docs[section] = inner.__doc__ or ""
         docs |= {f"{section}.{key}": inner_field.description or "" for key, inner_field in inner.model_fields.items()}

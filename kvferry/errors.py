@@ -3,6 +3,8 @@
     KvferryError
     ├── InvalidArgument       the caller's fault; names the field and the limit
     │   └── UnsupportedField  a field this version does not support (UNIMPLEMENTED), never ignored
+    ├── Unauthenticated       no API key, or one that nobody has
+    ├── PermissionDenied      a good API key, for something that is not its tenant's
     ├── NotFound              unknown model, adapter, request
     ├── FailedPrecondition    layout, model or version mismatch between processes
     ├── ResourceExhausted     no room now (or never, then `retry_after_s` is None)
@@ -52,6 +54,20 @@ class UnsupportedField(InvalidArgument):
 
     def __init__(self, field: str, message: str = "not supported by this version; leave it unset") -> None:
         super().__init__(field, message)
+
+
+class Unauthenticated(KvferryError):
+    """No API key, or one that nobody has; the message never repeats it."""
+
+    status = grpc.StatusCode.UNAUTHENTICATED
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(KvferryError):
+    """The API key is good, but what is asked for is not its tenant's."""
+
+    status = grpc.StatusCode.PERMISSION_DENIED
+    reason = "PERMISSION_DENIED"
 
 
 class NotFound(KvferryError):
@@ -116,6 +132,8 @@ class Internal(KvferryError):
 ERRORS_BY_STATUS: dict[grpc.StatusCode, type[KvferryError]] = {
     error.status: error
     for error in (
+        Unauthenticated,
+        PermissionDenied,
         NotFound,
         FailedPrecondition,
         ResourceExhausted,

@@ -29,6 +29,7 @@ class SamplingParams:
         ignore_eos: end-of-sequence ids are ordinary tokens.
         eos_token_ids: the model's end-of-sequence ids.
         stop_token_ids: the caller's own stop ids.
+        logprobs: report the log-probability of every sampled token.
     """
 
     max_tokens: int
@@ -41,6 +42,7 @@ class SamplingParams:
     ignore_eos: bool = False
     eos_token_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    logprobs: bool = False
 
     @property
     def is_greedy(self) -> bool:
@@ -61,6 +63,23 @@ class SamplingParams:
         if num_output_tokens >= self.max_tokens:
             return Finish(FinishKind.LENGTH)
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """Beam search instead of sampling.
+
+    Attributes:
+        width: beams kept at every step, at least 1.
+        length_penalty: exponent on the number of output tokens in a hypothesis' score.
+        early_stopping: stop as soon as `width` hypotheses are complete.
+        num_returned: hypotheses returned, at most `width`.
+    """
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+    num_returned: int = 1
 
 
 class FinishKind(enum.Enum):

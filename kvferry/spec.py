@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.sampling import SamplingParams
+from kvferry.sampling import BeamParams, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,15 @@ class AttemptId:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpec:
-    """What a worker is told about a sequence; `token_ids` holds the prompt and, on a resume, earlier output."""
+    """What a worker is told about a sequence; `token_ids` holds the prompt and, on a resume, earlier output.
+
+    Attributes:
+        choice: number of the (first) choice; it keys the noise.
+        num_choices: choices sampled from the one prompt, `choice` being the first.
+        beam: beam search instead of sampling.
+        tenant: whose request it is; part of the block hashes, and what quotas count by.
+        shared_salt: takes the tenant's place in the block hashes where it is not empty.
+    """
 
     id: AttemptId
     token_ids: tuple[int, ...]
@@ -33,3 +41,19 @@ class SequenceSpec:
     cache_salt: str = ""
     adapter: str = ""
     bypass_prefix_cache: bool = False
+    choice: int = 0
+    num_choices: int = 1
+    beam: BeamParams | None = None
+    tenant: str = ""
+    shared_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """Tokens and all else that the hashes of their blocks depend on."""
+
+    token_ids: tuple[int, ...]
+    tenant: str = ""
+    adapter: str = ""
+    cache_salt: str = ""
+    shared_salt: str = ""

@@ -87,6 +87,7 @@ class Attributes:
     ERROR_TYPE = "error.type"
     REQUEST_ID = "kvferry.request.id"
     ATTEMPT = "kvferry.attempt"
+    CHOICE = "kvferry.choice"
     TIER = "kvferry.tier"
     NUM_TOKENS = "kvferry.num_tokens"
     NUM_BLOCKS = "kvferry.num_blocks"

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """Stands for `count` values that are not to be written; becomes a comment."""
+
+    count: int
 
 
 def toml_document(values: Mapping[str, Any], docs: Mapping[str, str] | None = None) -> str:
@@ -14,7 +22,7 @@ def toml_document(values: Mapping[str, Any], docs: Mapping[str, str] | None = No
     """
     docs = docs or {}
     plain = {key: value for key, value in values.items() if not _is_table(value) and not _is_table_list(value)}
-    parts = [_lines(plain)] if plain else []
+    parts = [_lines(plain, docs)] if plain else []
     for key, value in values.items():
         if _is_table(value):
             parts.append(f"{_comment(docs, key)}[{key}]\n{_lines(value, docs, key)}")
@@ -35,9 +43,18 @@ def _is_table_list(value: object) -> bool:
 def _lines(table: Mapping[str, Any], docs: Mapping[str, str] | None = None, name: str = "") -> str:
     lines = []
     for key, value in table.items():
-        lines.append(_comment(docs or {}, f"{name}.{key}"))
-        lines.append(f"# {key} is unset\n" if value is None else f"{key} = {_value(value)}\n")
+        lines.append(_comment(docs or {}, f"{name}.{key}" if name else key))
+        lines.append(_line(key, value))
     return "".join(lines)
+
+
+def _line(key: str, value: object) -> str:
+    match value:
+        case None:
+            return f"# {key} is unset\n"
+        case Hidden(count):
+            return f"# {key} is hidden: {count}\n"
+    return f"{key} = {_value(value)}\n"
 
 
 def _comment(docs: Mapping[str, str], name: str) -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from kvferry.errors import InvalidArgument
 from kvferry.kv_layout import DTYPE_BYTES, KvLayout
-from kvferry.sampling import Finish, FinishKind, SamplingParams
+from kvferry.sampling import BeamParams, Finish, FinishKind, SamplingParams
 from kvferry.spec import AttemptId, SequenceSpec
-from kvferry.stats import EngineStats, ShipCounters
-from proto.kvferry.v1 import types_pb2, worker_pb2
+from kvferry.stats import EngineStats, MemorySnapshot, ShipCounters, TenantMemory
+from proto.kvferry.v1 import cache_pb2, types_pb2, worker_pb2
 
 _REASONS: dict[FinishKind, types_pb2.FinishReason] = {
     FinishKind.END_OF_SEQUENCE: types_pb2.FINISH_REASON_END_OF_SEQUENCE,
@@ -91,6 +91,7 @@ def sampling_to_pb(sampling: SamplingParams) -> worker_pb2.EffectiveSampling:
         ignore_eos=sampling.ignore_eos,
         eos_token_ids=sampling.eos_token_ids,
         stop_token_ids=sampling.stop_token_ids,
+        logprobs=sampling.logprobs,
     )
 
 
@@ -109,6 +110,29 @@ def sampling_from_pb(message: worker_pb2.EffectiveSampling) -> SamplingParams:
         ignore_eos=message.ignore_eos,
         eos_token_ids=tuple(message.eos_token_ids),
         stop_token_ids=tuple(message.stop_token_ids),
+        logprobs=message.logprobs,
+    )
+
+
+def beam_to_pb(beam: BeamParams) -> worker_pb2.BeamSpec:
+    """Message of beam search parameters."""
+    return worker_pb2.BeamSpec(
+        width=beam.width,
+        length_penalty=beam.length_penalty,
+        early_stopping=beam.early_stopping,
+        num_returned=beam.num_returned,
+    )
+
+
+def beam_from_pb(message: worker_pb2.BeamSpec) -> BeamParams:
+    """Raises InvalidArgument when more hypotheses are to be returned than there are beams."""
+    if not 1 <= message.num_returned <= message.width:
+        raise InvalidArgument("sequence.beam.num_returned", f"must be 1 … {message.width}, got {message.num_returned}")
+    return BeamParams(
+        width=message.width,
+        length_penalty=message.length_penalty,
+        early_stopping=message.early_stopping,
+        num_returned=message.num_returned,
     )
 
 
@@ -136,6 +160,11 @@ def spec_to_pb(spec: SequenceSpec) -> worker_pb2.SequenceSpec:
         cache_salt=spec.cache_salt,
         adapter=spec.adapter,
         bypass_prefix_cache=spec.bypass_prefix_cache,
+        choice=spec.choice,
+        num_choices=spec.num_choices,
+        beam=beam_to_pb(spec.beam) if spec.beam is not None else None,
+        tenant=spec.tenant,
+        shared_salt=spec.shared_salt,
     )
 
 
@@ -157,11 +186,17 @@ def spec_from_pb(message: worker_pb2.SequenceSpec) -> SequenceSpec:
         cache_salt=message.cache_salt,
         adapter=message.adapter,
         bypass_prefix_cache=message.bypass_prefix_cache,
+        choice=message.choice,
+        num_choices=message.num_choices or 1,
+        beam=beam_from_pb(message.beam) if message.HasField("beam") else None,
+        tenant=message.tenant,
+        shared_salt=message.shared_salt,
     )
 
 
 def load_to_pb(stats: EngineStats, shipped: ShipCounters, *, num_waiting_grants: int = 0) -> worker_pb2.WorkerLoad:
-    """Message of a worker's figures; sequences and grants that wait are one number."""
+    """Message of a worker's figures; sequences and grants that wait are one number. On any thread."""
+    memory = stats.memory
     return worker_pb2.WorkerLoad(
         num_running=stats.num_running,
         num_waiting=stats.num_waiting + num_waiting_grants,
@@ -177,4 +212,64 @@ def load_to_pb(stats: EngineStats, shipped: ShipCounters, *, num_waiting_grants:
         num_blocks_shipped=shipped.num_blocks,
         shipped_bytes=shipped.num_bytes,
         num_nacks=shipped.num_nacks,
+        num_evictions=stats.num_evictions,
+        num_recompute_preemptions=memory.num_recompute_preemptions,
+        num_swap_preemptions=memory.num_swap_preemptions,
+        num_recomputed_tokens=memory.num_recomputed_tokens,
+        num_blocks_swapped_out=memory.num_blocks_swapped_out,
+        num_blocks_swapped_in=memory.num_blocks_swapped_in,
+        num_blocks_copied=memory.num_blocks_copied,
+        num_pinned_blocks=stats.num_pinned_blocks,
+        tenant_hits=[
+            worker_pb2.TenantHits(
+                tenant=tenant, num_queried_tokens=hits.num_queried_tokens, num_hit_tokens=hits.num_hit_tokens
+            )
+            for tenant, hits in memory.hits.copy().items()
+        ],
+    )
+
+
+def memory_to_pb(snapshot: MemorySnapshot) -> cache_pb2.MemorySnapshot:
+    """Message of a snapshot; tiers have their rank only."""
+    counters = snapshot.counters
+    num_blocks_swapped = counters.num_blocks_swapped_out + counters.num_blocks_swapped_in
+    return cache_pb2.MemorySnapshot(
+        num_blocks=snapshot.num_blocks,
+        block_size=snapshot.block_size,
+        block_bytes=snapshot.block_bytes,
+        num_free_blocks=snapshot.num_free_blocks,
+        num_cached_blocks=snapshot.num_cached_blocks,
+        num_used_blocks=snapshot.num_used_blocks,
+        num_pinned_blocks=snapshot.num_pinned_blocks,
+        num_filled_slots=snapshot.num_filled_slots,
+        num_tail_slots=snapshot.num_tail_slots,
+        fragmentation=snapshot.fragmentation,
+        ref_counts=snapshot.ref_counts,
+        tenants=[_tenant_to_pb(tenant) for tenant in snapshot.tenants],
+        tiers=[cache_pb2.TierMemory(rank=rank, num_used_blocks=n) for rank, n in snapshot.tier_blocks.items()],
+        num_swap_blocks=snapshot.num_swap_blocks,
+        num_used_swap_blocks=snapshot.num_used_swap_blocks,
+        num_evictions=snapshot.num_evictions,
+        num_recompute_preemptions=counters.num_recompute_preemptions,
+        num_swap_preemptions=counters.num_swap_preemptions,
+        num_recomputed_tokens=counters.num_recomputed_tokens,
+        num_blocks_swapped_out=counters.num_blocks_swapped_out,
+        num_blocks_swapped_in=counters.num_blocks_swapped_in,
+        swapped_bytes=num_blocks_swapped * snapshot.block_bytes,
+        swap_s=counters.swap_s,
+        num_blocks_copied=counters.num_blocks_copied,
+        num_prefix_waits=counters.num_prefix_waits,
+    )
+
+
+def _tenant_to_pb(tenant: TenantMemory) -> cache_pb2.TenantMemory:
+    return cache_pb2.TenantMemory(
+        tenant=tenant.tenant,
+        num_used_blocks=tenant.num_used_blocks,
+        num_cached_blocks=tenant.num_cached_blocks,
+        num_pinned_blocks=tenant.num_pinned_blocks,
+        max_used_blocks=tenant.max_used_blocks,
+        max_cached_blocks=tenant.max_cached_blocks,
+        num_queried_tokens=tenant.num_queried_tokens,
+        num_hit_tokens=tenant.num_hit_tokens,
     )

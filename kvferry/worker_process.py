@@ -26,7 +26,8 @@ from kvferry.rpc.listen import parse_address
 from kvferry.telemetry import Telemetry, configure_logging, log_event, start_telemetry
 from kvferry.wire import layout_to_pb
 from kvferry.worker import WorkerIdentity, WorkerServicer, WorkerState
-from proto.kvferry.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from kvferry.worker_cache import WORKER_CACHE_SERVICE, MemoryAdmin, WorkerCacheServicer
+from proto.kvferry.v1 import cache_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,9 @@ class WorkerRole(Protocol):
 
     @property
     def capabilities(self) -> types_pb2.Capabilities: ...
+
+    @property
+    def memory(self) -> MemoryAdmin: ...
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Adds its servicers."""
@@ -177,8 +181,9 @@ async def start_worker(
     opened.add_to(server.grpc)
     servicer = WorkerServicer(context.identity, context.state, opened.capabilities, opened.load, opened.is_alive)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
+    cache_pb2_grpc.add_WorkerCacheServiceServicer_to_server(WorkerCacheServicer(opened.memory), server.grpc)
     try:
-        address = await server.start(listen, (*opened.services, WORKER_SERVICE))
+        address = await server.start(listen, (*opened.services, WORKER_SERVICE, WORKER_CACHE_SERVICE))
     except BaseException:
         await opened.close()
         raise

@@ -42,8 +42,7 @@ def sender_message_to_pb(message: SenderMessage) -> ship_pb2.ShipRequest:
         case BlockFrame():
             return ship_pb2.ShipRequest(block=_frame_to_pb(message))
         case Commit():
-            commit = ship_pb2.Commit(id=attempt_to_pb(message.id), first_token_ids=message.first_token_ids)
-            return ship_pb2.ShipRequest(commit=commit)
+            return ship_pb2.ShipRequest(commit=_commit_to_pb(message))
         case Alive():
             return ship_pb2.ShipRequest(heartbeat=worker_pb2.Heartbeat())
 
@@ -56,9 +55,7 @@ def sender_message_from_pb(message: ship_pb2.ShipRequest) -> SenderMessage:
         case "block":
             return _frame_from_pb(message.block)
         case "commit":
-            ids = tuple(message.commit.first_token_ids)
-            _check_range("commit.first_token_ids", len(ids), 1, MAX_FIRST_TOKENS)
-            return Commit(_id_from_pb(message.commit.id), ids)
+            return _commit_from_pb(message.commit)
         case "heartbeat":
             return Alive()
         case _:
@@ -151,6 +148,23 @@ def _frame_from_pb(message: ship_pb2.BlockFrame) -> BlockFrame:
     if len(frame.digest) not in (0, DIGEST_BYTES):
         raise InvalidArgument("block.digest", f"{len(frame.digest)} bytes, {DIGEST_BYTES} or none allowed")
     return frame
+
+
+def _commit_to_pb(commit: Commit) -> ship_pb2.Commit:
+    return ship_pb2.Commit(
+        id=attempt_to_pb(commit.id), first_token_ids=commit.first_token_ids, first_logprobs=commit.first_logprobs
+    )
+
+
+def _commit_from_pb(message: ship_pb2.Commit) -> Commit:
+    commit = Commit(_id_from_pb(message.id), tuple(message.first_token_ids), tuple(message.first_logprobs))
+    num_tokens = len(commit.first_token_ids)
+    _check_range("commit.first_token_ids", num_tokens, 1, MAX_FIRST_TOKENS)
+    if commit.first_logprobs:
+        _check_range("commit.first_logprobs", len(commit.first_logprobs), num_tokens, num_tokens)
+    if any(not math.isfinite(logprob) for logprob in commit.first_logprobs):
+        raise InvalidArgument("commit.first_logprobs", "not finite")
+    return commit
 
 
 def _id_from_pb(message: worker_pb2.AttemptId) -> AttemptId:

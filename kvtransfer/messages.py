@@ -63,10 +63,16 @@ class BlockFrame:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Every wanted block was sent; the sequence may run, with `first_token_ids` appended."""
+    """Every wanted block was sent; the sequence may run.
+
+    Attributes:
+        first_token_ids: sampled by the sender, one a choice; for beam search the most likely ones, best first.
+        first_logprobs: for beam search, of those tokens.
+    """
 
     id: AttemptId
     first_token_ids: tuple[int, ...]
+    first_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ class CommitSequence:
     """Everything is verified: let the sequence run, answer with `on_committed`."""
 
     first_token_ids: tuple[int, ...]
+    first_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +307,7 @@ class ShipReceiver:
         if self._commit is None or self._num_unverified > 0:
             return []
         self._state = ReceiverState.COMMITTING
-        return [CommitSequence(self._commit.first_token_ids)]
+        return [CommitSequence(self._commit.first_token_ids, self._commit.first_logprobs)]
 
     def _require(self, condition: bool, what: str) -> None:
         if not condition:

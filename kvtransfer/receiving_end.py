@@ -108,9 +108,9 @@ class _ReceivingEnd:
                 if grant.already_committed:
                     return self._receiver.on_committed(already_committed=True)
                 return self._receiver.on_granted(grant.wanted)
-            case CommitSequence(first_token_ids=first_token_ids):
+            case CommitSequence(first_token_ids=token_ids, first_logprobs=logprobs):
                 assert self._host is not None, "a grant came first"
-                outcome = await self._host.commit(first_token_ids)
+                outcome = await self._host.commit(token_ids, logprobs)
                 self._is_settled = True
                 already = outcome is CommitOutcome.ALREADY_COMMITTED
                 return self._receiver.on_committed(already_committed=already)

@@ -61,6 +61,7 @@ class SendCommit:
     """Send the commit."""
 
     first_token_ids: tuple[int, ...]
+    first_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,7 @@ class ShipSender:
         self._state = SenderState.NEW
         self._num_computed_tokens = 0
         self._first_token_ids: tuple[int, ...] = ()
+        self._first_logprobs: tuple[float, ...] = ()
         self._wanted: tuple[int, ...] | None = None  # None until the Want came
         self._pending: deque[int] = deque()  # wanted and not sent, ascending; at most the offered blocks
         self._sent: set[int] = set()
@@ -146,7 +148,9 @@ class ShipSender:
         self._num_computed_tokens = max(self._num_computed_tokens, num_tokens)
         return self._pump()
 
-    def on_first_token(self, first_token_ids: Sequence[int]) -> list[SenderAction]:
+    def on_first_token(
+        self, first_token_ids: Sequence[int], first_logprobs: Sequence[float] = ()
+    ) -> list[SenderAction]:
         """All offered tokens are computed and these were sampled after them; called once, not empty."""
         if self._is_over:
             return []
@@ -154,6 +158,7 @@ class ShipSender:
             return self._fail(Internal("first tokens must be given once and not be empty"))
         self._num_computed_tokens = self.offer.num_tokens
         self._first_token_ids = tuple(first_token_ids)
+        self._first_logprobs = tuple(first_logprobs)
         return self._pump()
 
     def cancel(self) -> list[SenderAction]:
@@ -204,7 +209,7 @@ class ShipSender:
             actions.append(self._send(self._pending.popleft()))
         if self._first_token_ids:  # then everything wanted was ready
             self._state = SenderState.COMMITTING
-            actions.append(SendCommit(self._first_token_ids))
+            actions.append(SendCommit(self._first_token_ids, self._first_logprobs))
         return actions
 
     def _is_ready(self, block_index: int) -> bool:

@@ -109,8 +109,8 @@ class _SendingEnd:
             match await self._events.get():
                 case TokensComputed(num_tokens=num_tokens):
                     self._take(self._sender.on_tokens_computed(num_tokens))
-                case FirstToken(first_token_ids=first_token_ids):
-                    self._take(self._sender.on_first_token(first_token_ids))
+                case FirstToken(first_token_ids=token_ids, first_logprobs=logprobs):
+                    self._take(self._sender.on_first_token(token_ids, logprobs))
                 case CancelShipment():
                     self._take(self._sender.cancel())
 
@@ -121,9 +121,9 @@ class _SendingEnd:
                     await self._writer.write(offer)
                 case SendBlock(block_index=block_index, num_tokens=num_tokens):
                     await self._write_block(block_index, num_tokens)
-                case SendCommit(first_token_ids=first_token_ids):
+                case SendCommit(first_token_ids=token_ids, first_logprobs=logprobs):
                     self._begin()
-                    await self._writer.write(Commit(self._sender.offer.id, first_token_ids))
+                    await self._writer.write(Commit(self._sender.offer.id, token_ids, logprobs))
 
     async def _write_block(self, block_index: int, num_tokens: int) -> None:
         self._begin()

@@ -65,9 +65,10 @@ class TokensComputed:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """Everything offered is computed and these tokens were sampled after it."""
+    """Everything offered is computed and these tokens were sampled after it, as in `messages.Commit`."""
 
     first_token_ids: tuple[int, ...]
+    first_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,7 @@ class ReceiverHost(Protocol):
         """Whether the digest of the block, as it now lies in the pool, is `digest`."""
         ...
 
-    async def commit(self, first_token_ids: tuple[int, ...]) -> CommitOutcome:
+    async def commit(self, first_token_ids: tuple[int, ...], first_logprobs: tuple[float, ...]) -> CommitOutcome:
         """Lets the sequence run. If cancelled after it took effect, the `release` that follows must change nothing."""
         ...
 

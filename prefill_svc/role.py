@@ -5,6 +5,7 @@ from __future__ import annotations
 import grpc.aio
 
 from engine.mailboxes import Mailboxes
+from engine.memory_admin import EngineMemoryAdmin
 from engine.opening import MAX_STEP_S, open_core, open_loop
 from kvferry.wire import load_to_pb
 from kvferry.worker_process import WorkerContext, capabilities_of
@@ -25,6 +26,7 @@ class PrefillRole:
         self.core = open_core(context.config)
         mailboxes = Mailboxes()
         self.engine = open_loop(self.core, mailboxes.deliver)
+        self.memory = EngineMemoryAdmin(self.engine)
         self._peers = DecodePeers(context.telemetry)
         options = SendOptions(
             max_frame_bytes=context.config.transfer.max_frame_bytes, is_alive=self.is_alive, faults=faults

@@ -39,7 +39,7 @@ from prefill_svc.task import (
     PrefillTask,
     ReportDone,
     ReportFirstToken,
-    ShipFirstToken,
+    ShipFirstTokens,
     ShipTokens,
     TaskAction,
 )
@@ -166,7 +166,9 @@ class _PrefillRun:
         self._target = target
         self._timeout_s = timeout_s
         self._received_ns = time.time_ns()
-        self._task = PrefillTask(has_target=target is not None, received_ns=self._received_ns)
+        self._task = PrefillTask(
+            has_target=target is not None, received_ns=self._received_ns, num_choices=spec.num_choices
+        )
         self._outputs = service.mailboxes.open(sequence.seq_id)
         self._opened = asyncio.Event()
         self._ship_events: asyncio.Queue[ShipEvent] = asyncio.Queue()  # one a chunk and one for the first token
@@ -228,8 +230,8 @@ class _PrefillRun:
                     self._opened.set()
                 case ShipTokens(num_computed_tokens=num_tokens):
                     self._ship_events.put_nowait(TokensComputed(num_tokens))
-                case ShipFirstToken(token_id=token_id):
-                    self._ship_events.put_nowait(FirstToken((token_id,)))
+                case ShipFirstTokens(token_ids=token_ids, logprobs=logprobs):
+                    self._ship_events.put_nowait(FirstToken(token_ids, logprobs))
                 case CancelShipment():
                     pass  # the run ends with the next action, and the Ship call with the run
                 case ReportFirstToken():
@@ -260,6 +262,8 @@ def _target_of(request: worker_pb2.PrefillRequest, spec: SequenceSpec) -> worker
         if not request.target.address:
             raise InvalidArgument("target.address", "must be host:port")
         return request.target
+    if spec.beam is not None:
+        raise InvalidArgument("target", "must be set: a beam search is decoded elsewhere")
     num_left = spec.sampling.max_tokens - (len(spec.token_ids) - spec.num_prompt_tokens)
     if num_left > 1:
         raise InvalidArgument("target", f"must be set: {num_left} tokens are to be made, this worker makes one")
@@ -283,6 +287,8 @@ def _first_token_response(report: ReportFirstToken) -> worker_pb2.PrefillRespons
         num_cached_tokens=report.num_cached_tokens,
         queue_s=report.queue_ns / 1e9,
         prefill_s=report.prefill_ns / 1e9,
+        choice=report.choice,
+        logprob=report.logprob,
     )
     return worker_pb2.PrefillResponse(first_token=message)
 

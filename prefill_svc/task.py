@@ -1,7 +1,7 @@
 """One attempt's prefill, as a plain state machine: engine outputs and shipment results in, actions out.
 
     queued ──SequenceStarted──► computing ──TokenSampled──► shipping the rest ──shipped──► done
-                 │ OpenShipment      │ ShipTokens a chunk        │ ShipFirstToken
+                 │ OpenShipment      │ ShipTokens a chunk        │ ShipFirstTokens
                  └───────────────────┴── anything fails ────────►└── Fail; the shell frees everything
 
 The shell (`service.py`, or the simulator) performs the actions in order. Whatever way the attempt ends, the shell first
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.outputs import ChunkComputed, Output, SequenceFailed, SequenceStarted, TokenSampled
+from engine.outputs import CandidatesFound, ChunkComputed, Output, SequenceFailed, SequenceStarted, TokenSampled
 from kvferry.errors import Cancelled, DataLoss, Internal, KvferryError, TargetUnavailable
 from kvferry.sampling import Finish
 from kvtransfer.sender import ShipSummary
@@ -34,10 +34,14 @@ class ShipTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class ShipFirstToken:
-    """Everything is computed: ship the rest and commit with this token."""
+class ShipFirstTokens:
+    """Everything is computed: ship the rest and commit with these tokens, one a choice.
 
-    token_id: int
+    For beam search they are the most likely ones, with their log-probabilities.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ class CancelShipment:
 
 @dataclass(frozen=True, slots=True)
 class ReportFirstToken:
-    """Tell the router the first token."""
+    """Tell the router the first token of a choice."""
 
     token_id: int
     token_index: int
@@ -55,6 +59,8 @@ class ReportFirstToken:
     num_cached_tokens: int
     queue_ns: int
     prefill_ns: int
+    choice: int = 0
+    logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,7 @@ class FailAttempt:
     error: KvferryError
 
 
-TaskAction = OpenShipment | ShipTokens | ShipFirstToken | CancelShipment | ReportFirstToken | ReportDone | FailAttempt
+TaskAction = OpenShipment | ShipTokens | ShipFirstTokens | CancelShipment | ReportFirstToken | ReportDone | FailAttempt
 
 
 class PrefillTask:
@@ -80,10 +86,13 @@ class PrefillTask:
     Args:
         has_target: whether there is a decode worker to ship to; without one nothing can be left to decode.
         received_ns: when the attempt arrived.
+        num_choices: first tokens there will be, in order of choice.
     """
 
-    def __init__(self, *, has_target: bool, received_ns: int) -> None:
+    def __init__(self, *, has_target: bool, received_ns: int, num_choices: int = 1) -> None:
         self._has_target = has_target
+        self._num_choices = num_choices
+        self._tokens: list[TokenSampled] = []
         self._received_ns = received_ns
         self._started_ns = received_ns
         self._num_cached_tokens = 0
@@ -110,6 +119,9 @@ class PrefillTask:
                 return [ShipTokens(num_tokens)] if self._has_target else []
             case TokenSampled():
                 return self._on_token(output)
+            case CandidatesFound(candidates=candidates):
+                ids, logprobs = zip(*((one.token_id, one.logprob) for one in candidates), strict=True)
+                return [ShipFirstTokens(ids, logprobs)]
             case SequenceFailed(error=error):
                 return self.on_failed(error)
         return []
@@ -146,11 +158,18 @@ class PrefillTask:
             num_cached_tokens=self._num_cached_tokens,
             queue_ns=self._started_ns - self._received_ns,
             prefill_ns=output.at_ns - self._started_ns,
+            choice=output.choice,
+            logprob=output.logprob,
         )
-        if output.finish is None:
-            return [report, ShipFirstToken(output.token_id)]
+        self._tokens.append(output)
+        return [report] if len(self._tokens) < self._num_choices else [report, *self._after_tokens()]
+
+    def _after_tokens(self) -> list[TaskAction]:
+        """Every choice has its first token: ship, unless they ended all of them."""
+        if any(token.finish is None for token in self._tokens):
+            return [ShipFirstTokens(tuple(token.token_id for token in self._tokens))]
         cancel: list[TaskAction] = [CancelShipment()] if self._has_target else []
-        return [report, *cancel, *self._end(ReportDone(ShipSummary()))]
+        return [*cancel, *self._end(ReportDone(ShipSummary()))]
 
     def _end(self, action: TaskAction) -> list[TaskAction]:
         self._is_over = True

@@ -15,8 +15,10 @@ from kvferry.config import Config
 from kvferry.errors import InvalidArgument
 from kvferry.rpc import RpcServer
 from kvferry.telemetry import Telemetry, log_event
-from proto.kvferry.v1 import inference_pb2_grpc
+from proto.kvferry.v1 import cache_pb2_grpc, inference_pb2_grpc
+from router import cache_service
 from router.admission import RetryBudget
+from router.auth import Authenticator
 from router.http import HttpServer, make_app
 from router.membership import Membership
 from router.metrics import RouterMetrics
@@ -81,7 +83,9 @@ class RouterApp:
             tracer=telemetry.tracer, max_message_bytes=config.router.max_request_bytes + MESSAGE_OVERHEAD_BYTES
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.servicer, self._server.grpc)
-        self.address = await self._server.start(config.router.grpc_listen, (SERVICE_NAME,), serving=False)
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(self._cache_servicer(), self._server.grpc)
+        services = (SERVICE_NAME, cache_service.SERVICE_NAME)
+        self.address = await self._server.start(config.router.grpc_listen, services, serving=False)
         self._stack.push_async_callback(self._server.drain, 0.0)
         http = HttpServer(make_app(telemetry.metrics.registry, self.why_not_ready), config.router.http_listen)
         self.http_url = (await self._stack.enter_async_context(http)).url
@@ -89,6 +93,15 @@ class RouterApp:
         self._health_task = asyncio.create_task(self._tell_health())
         self._stack.push_async_callback(self._end_health)
         log_event(logger, "serving", address=self.address, http=self.http_url, model=config.model.public_name)
+
+    def _cache_servicer(self) -> cache_service.CacheServicer:
+        return cache_service.CacheServicer(
+            Authenticator(self._config),
+            self.membership,
+            {tier.rank: tier.name for tier in self._config.tiers},
+            self.servicer.limits,
+            self.servicer.tokenize,
+        )
 
     def _cluster(self, metrics: RouterMetrics) -> Cluster:
         config = self._config

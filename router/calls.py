@@ -18,7 +18,19 @@ from kvferry.rpc import HeartbeatWriter, read_with_progress_deadline
 from kvferry.telemetry import log_event
 from kvferry.wire import finish_from_pb
 from proto.kvferry.v1 import worker_pb2, worker_pb2_grpc
-from router.events import Committed, DecodeFailed, Event, FirstToken, PrefillDone, PrefillFailed, Registered, Tokens
+from router.events import (
+    BeamsFound,
+    Committed,
+    DecodeEnded,
+    DecodeFailed,
+    Event,
+    FirstToken,
+    Hypothesis,
+    PrefillDone,
+    PrefillFailed,
+    Registered,
+    Tokens,
+)
 from router.ledger import RequestLedger
 from router.worker import Worker
 
@@ -37,6 +49,7 @@ class CallContext:
         parent: the attempt's span.
         timeout_s: rest of the client's deadline, None without one.
         progress_timeout_s: longest silence borne.
+        wants_logprobs: every token must come with its log-probability.
         post: takes the events.
         ledger: takes the figures.
     """
@@ -46,6 +59,7 @@ class CallContext:
     parent: Context
     timeout_s: float | None
     progress_timeout_s: float
+    wants_logprobs: bool
     post: Callable[[Event], None]
     ledger: RequestLedger
 
@@ -99,6 +113,14 @@ class WorkerCall(ABC):
         )
         self._context.post(self._failed(failure))
 
+    def _wanted_logprobs(self, logprobs: tuple[float, ...], num_tokens: int) -> tuple[float, ...]:
+        """One a token, or none where they were not asked for; raises Internal where some are missing."""
+        if not self._context.wants_logprobs:
+            return ()
+        if len(logprobs) != num_tokens:
+            raise Internal(f"{self._worker.address} sent {num_tokens} tokens with {len(logprobs)} log-probabilities")
+        return logprobs
+
     def _ended_early(self) -> Unavailable:
         return Unavailable(f"{self._worker.address} ended the call before its finish")
 
@@ -137,13 +159,24 @@ class PrefillCall(WorkerCall):
         attempt = self._context.attempt
         match message.WhichOneof("event"):
             case "first_token":
-                first = message.first_token
-                finish = finish_from_pb(first.finish) if first.HasField("finish") else None
-                self._context.post(FirstToken(attempt, first.token_index, first.token_id, finish))
+                self._take_first_token(message.first_token)
             case "done":
                 self._context.post(PrefillDone(attempt))
                 return True
         return False
+
+    def _take_first_token(self, first: worker_pb2.FirstToken) -> None:
+        logprobs = self._wanted_logprobs((first.logprob,) if first.HasField("logprob") else (), 1)
+        self._context.post(
+            FirstToken(
+                self._context.attempt,
+                first.token_index,
+                first.token_id,
+                finish=finish_from_pb(first.finish) if first.HasField("finish") else None,
+                choice=first.choice,
+                logprob=logprobs[0] if logprobs else None,
+            )
+        )
 
     def _failed(self, error: KvferryError) -> Event:
         return PrefillFailed(self._context.attempt, error)
@@ -155,13 +188,13 @@ class DecodeCall(WorkerCall):
     def __init__(self, worker: Worker, context: CallContext, start: worker_pb2.DecodeStart) -> None:
         super().__init__(worker, context)
         self._start = start
-        self._stop_task: asyncio.Task[None] | None = None
+        self._stop_tasks: list[asyncio.Task[None]] = []  # at most one a choice
         self._writer: HeartbeatWriter[worker_pb2.DecodeRequest] | None = None
 
-    def send_stop(self, num_wanted_tokens: int) -> None:
-        """Asks the worker to end the sequence; its stream then ends by itself."""
-        stop = worker_pb2.DecodeRequest(stop=worker_pb2.DecodeStop(num_wanted_tokens=num_wanted_tokens))
-        self._stop_task = asyncio.create_task(self._write_stop(stop))
+    def send_stop(self, choice: int, num_wanted_tokens: int) -> None:
+        """Asks the worker to end a choice; after the last one its stream ends by itself."""
+        stop = worker_pb2.DecodeStop(choice=choice, num_wanted_tokens=num_wanted_tokens)
+        self._stop_tasks.append(asyncio.create_task(self._write_stop(worker_pb2.DecodeRequest(stop=stop))))
 
     async def _write_stop(self, stop: worker_pb2.DecodeRequest) -> None:
         assert self._writer is not None
@@ -189,11 +222,12 @@ class DecodeCall(WorkerCall):
                     if message is None:
                         break
                     finished = self._take(message) or finished
-        if not finished and self._stop_task is None:
+        if not finished and not self._stop_tasks:
             raise self._ended_early()
+        context.post(DecodeEnded(context.attempt))
 
     def _take(self, message: worker_pb2.DecodeResponse) -> bool:
-        """Whether this was the last message."""
+        """Whether this message ended a choice."""
         self._context.ledger.take_decode(message)
         attempt = self._context.attempt
         match message.WhichOneof("event"):
@@ -203,11 +237,23 @@ class DecodeCall(WorkerCall):
             case "committed":
                 self._context.post(Committed(message.committed.attempt))
             case "tokens":
-                tokens = message.tokens
-                finish = finish_from_pb(tokens.finish) if tokens.HasField("finish") else None
-                self._context.post(Tokens(attempt, tokens.token_index, tuple(tokens.token_ids), finish))
-                return finish is not None
+                return self._take_tokens(message.tokens)
+            case "beams":
+                self._context.post(BeamsFound(attempt, tuple(map(_hypothesis, message.beams.beams))))
+                return True
         return False
+
+    def _take_tokens(self, tokens: worker_pb2.DecodeTokens) -> bool:
+        token_ids = tuple(tokens.token_ids)
+        logprobs = self._wanted_logprobs(tuple(tokens.logprobs), len(token_ids))
+        finish = finish_from_pb(tokens.finish) if tokens.HasField("finish") else None
+        attempt = self._context.attempt
+        self._context.post(Tokens(attempt, tokens.token_index, token_ids, finish, tokens.choice, logprobs))
+        return finish is not None
 
     def _failed(self, error: KvferryError) -> Event:
         return DecodeFailed(self._context.attempt, error)
+
+
+def _hypothesis(beam: worker_pb2.Beam) -> Hypothesis:
+    return Hypothesis(tuple(beam.token_ids), finish_from_pb(beam.finish), beam.cumulative_logprob)

@@ -1,7 +1,7 @@
 """What the request lifecycle takes in and gives out: plain values, so that a simulator can drive the real machine.
 
 An event names the attempt it belongs to where it comes from a worker's call; an action names the attempt whose call it
-means. `Action`s are performed in the order they are given.
+means. Both name the choice where they are about one. `Action`s are performed in the order they are given.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """Prefill sampled the attempt's first token; `finish` when that token ends the choice."""
+    """Prefill sampled a choice's first token of the attempt; `finish` when that token ends the choice."""
 
     attempt: int
     token_index: int
     token_id: int
     finish: Finish | None = None
+    choice: int = 0
+    logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +68,48 @@ class PrefillFailed:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Decode has everything and the sequence is in its batch."""
+    """Decode has everything and the choices are in its batch."""
 
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens decode sampled, `token_index` being the index of the first; `finish` when the last ends the choice."""
+    """Tokens decode sampled, `token_index` being the index of the first; `finish` when the last ends the choice.
+
+    `logprobs`: one a token, or none where they were not asked for.
+    """
 
     attempt: int
     token_index: int
     token_ids: tuple[int, ...]
     finish: Finish | None = None
+    choice: int = 0
+    logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """One result of a beam search: all its output, and the sum of its tokens' log-probabilities."""
+
+    token_ids: tuple[int, ...]
+    finish: Finish
+    cumulative_logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class BeamsFound:
+    """Decode's beam search ended; hypotheses best first, one a choice."""
+
+    attempt: int
+    hypotheses: tuple[Hypothesis, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeEnded:
+    """The decode call ended cleanly: what decode had to say of its choices has been said."""
+
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +122,11 @@ class DecodeFailed:
 
 @dataclass(frozen=True, slots=True)
 class StopFound:
-    """The text of the first `num_wanted_tokens` output tokens completes a stop string."""
+    """The text of the choice's first `num_wanted_tokens` output tokens completes a stop string."""
 
     num_wanted_tokens: int
     finish: Finish
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +155,8 @@ Event = (
     | PrefillFailed
     | Committed
     | Tokens
+    | BeamsFound
+    | DecodeEnded
     | DecodeFailed
     | StopFound
     | ClientGone
@@ -190,25 +224,56 @@ class CancelDecode:
 
 @dataclass(frozen=True, slots=True)
 class SendStop:
-    """Tell decode that no more than `num_wanted_tokens` output tokens are wanted; it ends the call."""
+    """Tell decode that no more than `num_wanted_tokens` output tokens of the choice are wanted.
+
+    Decode ends the choice, and with the last one the call.
+    """
 
     attempt: int
     num_wanted_tokens: int
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """Tokens for the client, the next ones in order."""
+    """Tokens of a choice for the client, the next ones in order."""
 
     token_index: int
     token_ids: tuple[int, ...]
+    choice: int = 0
+    logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The request ended well; the last action but for what the shell does to close its calls."""
+    """A choice ended well. With the last one the lifecycle has ended; calls that are open then end by themselves."""
 
     finish: Finish
+    choice: int = 0
+    cumulative_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SplitChoice:
+    """A choice to be gone on with as a request of its own.
+
+    Attributes:
+        token_ids: its output so far.
+        excluding: workers to avoid.
+        cause: what ended the attempt that it shared with others.
+    """
+
+    choice: int
+    token_ids: tuple[int, ...]
+    excluding: frozenset[str]
+    cause: KvferryError = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitChoices:
+    """An attempt failed after tokens had gone out: its unfinished choices part ways; the last action."""
+
+    choices: tuple[SplitChoice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,4 +283,15 @@ class Failed:
     error: KvferryError
 
 
-Action = ChooseWorkers | OpenDecode | OpenPrefill | CancelPrefill | CancelDecode | SendStop | Emit | Finished | Failed
+Action = (
+    ChooseWorkers
+    | OpenDecode
+    | OpenPrefill
+    | CancelPrefill
+    | CancelDecode
+    | SendStop
+    | Emit
+    | Finished
+    | SplitChoices
+    | Failed
+)

@@ -15,7 +15,7 @@ class RequestLedger:
     Attributes:
         received_at_s: when the call came in.
         router_queue_s: waiting in the router for a pair of workers, over all attempts.
-        worker_queue_s, prefill_s, num_cached_tokens: of the attempt that made the first token.
+        worker_queue_s, prefill_s, num_cached_tokens: of the attempt that made the first token of all choices.
         ship_s, num_blocks_shipped, num_blocks_reused, shipped_bytes: over all attempts.
         num_overshoot_tokens: tokens computed after a stop string was complete.
     """
@@ -32,6 +32,7 @@ class RequestLedger:
     shipped_bytes: int = 0
     num_attempts: int = 0
     num_overshoot_tokens: int = 0
+    has_prefill_figures: bool = False
     first_token_at_s: float | None = None
     last_token_at_s: float | None = None
 
@@ -55,14 +56,21 @@ class RequestLedger:
 
     def take_decode(self, message: worker_pb2.DecodeResponse) -> None:
         """Figures of a decode worker; those of the prompt only where it computed the prompt itself."""
-        if message.WhichOneof("event") == "tokens":
-            self._take_first(message.tokens)
+        match message.WhichOneof("event"):
+            case "tokens":
+                self._take_first(message.tokens)
+            case "beams":
+                self._take_figures(message.beams)
 
     def _take_first(self, message: worker_pb2.FirstToken | worker_pb2.DecodeTokens) -> None:
-        if self.first_token_at_s is None and message.token_index == 0:
-            self.worker_queue_s = message.queue_s
-            self.prefill_s = message.prefill_s
-            self.num_cached_tokens = message.num_cached_tokens
+        if message.token_index == 0 and not self.has_prefill_figures:
+            self._take_figures(message)
+
+    def _take_figures(self, message: worker_pb2.FirstToken | worker_pb2.DecodeTokens | worker_pb2.Beams) -> None:
+        self.has_prefill_figures = True
+        self.worker_queue_s = message.queue_s
+        self.prefill_s = message.prefill_s
+        self.num_cached_tokens = message.num_cached_tokens
 
     @property
     def time_to_first_token_s(self) -> float | None:

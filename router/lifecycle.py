@@ -3,30 +3,39 @@
     QUEUED ──WorkersChosen──► REGISTERING ──Registered──► PREFILLING ──FirstToken──► FIRST_TOKEN ──Committed──► DECODING
       ▲                                                                                                         │
       └───────────────── a retryable failure in any phase, with prompt + tokens so far ─────────────────────────┤
-                                                                                              DONE or FAILED ◄──┘
+                                                                                   DONE, FAILED or SPLIT ◄──────┘
 
 Decode is opened first, because prefill must know where to ship. Tokens come from two streams and are emitted in order
 of their index: a duplicate is dropped, a token that is early waits, and a gap that nothing can fill any more fails the
 attempt. Whatever belongs to an older attempt is ignored, so a late message can never change the text.
 
-`router/run.py` performs the actions. After `Finished` the calls that were not cancelled end by themselves.
+Several choices share an attempt: one prompt, one shipment, one decode call, in which they end one by one. While the
+client has no token of any, a failed attempt is repeated for all; later each choice that is not over goes on as a
+lifecycle of its own (`SplitChoices`), since their tokens differ. A beam search gives all its tokens at its end, so its
+attempts are repeated whole.
+
+`router/run.py` performs the actions. After the last `Finished` the calls that were not cancelled end by themselves.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 from kvferry.errors import Cancelled, DataLoss, Internal, KvferryError, TargetUnavailable, Unavailable
 from kvferry.sampling import Finish, FinishKind
+from router.choice_progress import ChoiceProgress
 from router.events import (
     Abort,
     Action,
+    BeamsFound,
     CancelDecode,
     CancelPrefill,
     ChooseWorkers,
     ClientGone,
     Committed,
+    DecodeEnded,
     DecodeFailed,
     Emit,
     Event,
@@ -41,6 +50,8 @@ from router.events import (
     Registered,
     SendStop,
     ShipTo,
+    SplitChoice,
+    SplitChoices,
     StopFound,
     TimeLimit,
     Tokens,
@@ -64,14 +75,19 @@ class Phase(enum.Enum):
     DECODING = enum.auto()
     DONE = enum.auto()
     FAILED = enum.auto()
+    SPLIT = enum.auto()
 
 
 class RequestLifecycle:
-    """Admit, retry, resume and finish one request of one choice.
+    """Admit, retry, resume and finish the choices of one request, or one of them that parted from the others.
 
     Args:
         prompt_token_ids: the prompt.
-        max_tokens: most output tokens, at least 1.
+        max_tokens: most output tokens of a choice, at least 1.
+        num_choices: choices 0 … num_choices - 1; for a beam search, the hypotheses returned.
+        is_beam_search: tokens come at the end, in one event.
+        resumes: go on with this choice alone.
+        attempts: numbers of the attempts, shared by all lifecycles of a request.
         local_prefill: there are no prefill workers; decode computes prompts itself.
         max_attempts: attempts in a row that may fail without a new token.
     """
@@ -81,18 +97,28 @@ class RequestLifecycle:
         prompt_token_ids: Sequence[int],
         max_tokens: int,
         *,
+        num_choices: int = 1,
+        is_beam_search: bool = False,
+        resumes: SplitChoice | None = None,
+        attempts: Iterator[int] | None = None,
         local_prefill: bool = False,
         max_attempts: int = DEFAULT_MAX_ATTEMPTS,
     ) -> None:
         assert max_tokens >= 1
+        assert num_choices >= 1
         self._max_attempts = max_attempts
         self._prompt = tuple(prompt_token_ids)
-        self._max_tokens = max_tokens
+        self._is_beam_search = is_beam_search
+        self._resumes = resumes
         self._local_prefill = local_prefill
         self._phase = Phase.QUEUED
-        self._output: list[int] = []
-        self._attempt = 0
+        self._progress = {choice: ChoiceProgress(choice, max_tokens) for choice in range(num_choices)}
         self._excluding: frozenset[str] = frozenset()
+        if resumes is not None:
+            self._progress = {resumes.choice: ChoiceProgress(resumes.choice, max_tokens, resumes.token_ids)}
+            self._excluding = resumes.excluding
+        self._attempts = attempts or itertools.count(1)
+        self._attempt = 0
         self._failures_without_progress = 0
         self._begin_attempt()
 
@@ -102,7 +128,7 @@ class RequestLifecycle:
 
     @property
     def ended(self) -> bool:
-        return self._phase in (Phase.DONE, Phase.FAILED)
+        return self._phase in (Phase.DONE, Phase.FAILED, Phase.SPLIT)
 
     @property
     def attempt(self) -> int:
@@ -110,12 +136,18 @@ class RequestLifecycle:
         return self._attempt
 
     @property
+    def choices(self) -> tuple[int, ...]:
+        """Numbers of the choices, those included that are over."""
+        return tuple(self._progress)
+
+    @property
     def num_emitted_tokens(self) -> int:
-        return len(self._output)
+        """Over all its choices."""
+        return sum(progress.num_tokens for progress in self._progress.values())
 
     def start(self) -> list[Action]:
         """Ask for the first pair."""
-        return self._next_attempt()
+        return self._next_attempt(None if self._resumes is None else self._resumes.cause)
 
     def handle(self, event: Event) -> list[Action]:
         """Take one event; what comes after the end or from an older attempt changes nothing."""
@@ -138,6 +170,10 @@ class RequestLifecycle:
                 return self._on_committed()
             case Tokens():
                 return self._on_tokens(event)
+            case BeamsFound():
+                return self._on_beams_found(event)
+            case DecodeEnded():
+                return self._on_decode_ended()
             case DecodeFailed(error=error):
                 return self._on_decode_failed(error)
             case StopFound():
@@ -150,39 +186,46 @@ class RequestLifecycle:
     # --- opening an attempt ---
 
     def _begin_attempt(self) -> None:
-        self._base_index = len(self._output)  # index of the attempt's first token
         self._prefill_worker: str | None = None
         self._decode_worker: str | None = None
         self._prefill_open = False
         self._decode_open = False
+        self._decode_ended = False  # cleanly: it says nothing more
         self._is_local = self._local_prefill  # this attempt's decode computes the prompt itself
         self._committed = False
-        self._early: dict[int, int] = {}  # tokens by index that wait for one before them
-        self._finish: Finish | None = None  # reported, perhaps while tokens before it are missing
-        self._finish_length = 0  # output tokens there are at that finish
+        self._decoding = {progress.choice for progress in self._unfinished}  # those that decode has not ended
+        self._stops: list[SendStop] = []  # for choices that ended before the commit, while others went on
+        for progress in self._unfinished:
+            progress.begin_attempt()
 
     def _next_attempt(self, cause: KvferryError | None = None) -> list[Action]:
         self._begin_attempt()
-        self._attempt += 1
+        self._attempt = next(self._attempts)
         self._phase = Phase.QUEUED
         return [
             ChooseWorkers(
                 attempt=self._attempt,
                 needs_prefill=not self._local_prefill,
-                needs_decode=self._local_prefill or self._num_tokens_left > 1,
+                needs_decode=self._needs_decode,
                 excluding=self._excluding,
                 cause=cause,
-                is_resume=len(self._output) > 0,
+                is_resume=self.num_emitted_tokens > 0 or self._resumes is not None,
             )
         ]
 
     @property
-    def _num_tokens_left(self) -> int:
-        return self._max_tokens - len(self._output)
+    def _needs_decode(self) -> bool:
+        has_more = any(progress.num_tokens_left > 1 for progress in self._unfinished)
+        return self._local_prefill or self._is_beam_search or has_more
+
+    @property
+    def _unfinished(self) -> list[ChoiceProgress]:
+        return [progress for progress in self._progress.values() if not progress.is_over]
 
     @property
     def _known_token_ids(self) -> tuple[int, ...]:
-        return (*self._prompt, *self._output)
+        """Several choices have no output yet when an attempt begins; a single one may."""
+        return (*self._prompt, *self._unfinished[0].token_ids)
 
     def _on_workers_chosen(self, event: WorkersChosen) -> list[Action]:
         if self._phase is not Phase.QUEUED:
@@ -215,58 +258,95 @@ class RequestLifecycle:
     def _on_first_token(self, event: FirstToken) -> list[Action]:
         if self._phase is Phase.PREFILLING:
             self._phase = Phase.DECODING if self._committed else Phase.FIRST_TOKEN
-        actions = self._accept(event.token_index, (event.token_id,), event.finish)
-        if self.ended and self._decode_open:  # it ended the choice: nothing is committed, decode lets go
-            return [self._cancel_decode(), *actions]
+        if event.finish is not None:
+            self._leave_decode(event.choice)  # decode ends that choice by the same rule, silently
+        logprobs = () if event.logprob is None else (event.logprob,)
+        actions = self._accept(event.choice, event.token_index, (event.token_id,), event.finish, logprobs)
+        if self._phase is Phase.DONE and self._decode_open:  # no choice goes on: nothing is committed, decode lets go
+            is_shipping = self._prefill_open and bool(self._stops)  # prefill knows nothing of stop strings
+            cancelled: list[Action] = [self._cancel_prefill()] if is_shipping else []
+            return [*cancelled, self._cancel_decode(), *actions]
         return actions
 
     def _on_committed(self) -> list[Action]:
         self._committed = True
-        if self._phase is Phase.FIRST_TOKEN:
+        if self._phase is Phase.FIRST_TOKEN or self._is_beam_search:
             self._phase = Phase.DECODING
-        return []
+        stops, self._stops = self._stops, []
+        for stop in stops:
+            self._leave_decode(stop.choice)
+        return list(stops)
 
     def _on_tokens(self, event: Tokens) -> list[Action]:
         if not self._committed:
             return self._attempt_failed(Internal("decode sent tokens before it was committed"), self._decode_worker)
         if event.finish is not None:
-            self._decode_open = False
+            self._leave_decode(event.choice)
         if self._is_local:
             self._phase = Phase.DECODING
-        return self._accept(event.token_index, event.token_ids, event.finish)
+        return self._accept(event.choice, event.token_index, event.token_ids, event.finish, event.logprobs)
 
-    def _accept(self, token_index: int, token_ids: tuple[int, ...], finish: Finish | None) -> list[Action]:
+    def _leave_decode(self, choice: int) -> None:
+        """Decode ends the choice, and its call with the last one."""
+        self._decoding.discard(choice)
+        if self._committed and not self._decoding:
+            self._decode_open = False
+
+    def _accept(
+        self,
+        choice: int,
+        token_index: int,
+        token_ids: tuple[int, ...],
+        finish: Finish | None,
+        logprobs: tuple[float, ...],
+    ) -> list[Action]:
         """Emit what is in order now; keep what is early; end when the finish is reached."""
-        for index, token_id in enumerate(token_ids, start=token_index):
-            if len(self._output) <= index < self._max_tokens:
-                self._early.setdefault(index, token_id)
-        if finish is not None:
-            self._finish, self._finish_length = finish, token_index + len(token_ids)
-        start = len(self._output)
-        while (index := len(self._output)) in self._early:
-            self._output.append(self._early.pop(index))
-        new = tuple(self._output[start:])
-        emitted: list[Action] = [Emit(start, new)] if new else []
-        return [*emitted, *self._finish_or_fail_on_gap()]
-
-    def _finish_or_fail_on_gap(self) -> list[Action]:
-        """End the choice if its finish is reached; give the attempt up if a token that is missing cannot come."""
-        if self._finish is not None and not self._early and self._finish_length == len(self._output):
-            return self._done(self._finish)
-        if (self._finish is None and not self._early) or self._first_token_may_come():
+        progress = self._progress.get(choice)
+        if progress is None or self._is_beam_search:
+            error = Internal(f"a worker sent tokens of choice {choice}, which the attempt does not have")
+            return self._attempt_failed(error, self._decode_worker)
+        if progress.is_over:
             return []
-        error = DataLoss(f"output token {len(self._output)} is missing, though later ones or the end were reported")
+        emitted = progress.accept(token_index, token_ids, finish, logprobs)
+        return [*emitted, *self._finish_or_fail_on_gap(progress)]
+
+    def _finish_or_fail_on_gap(self, progress: ChoiceProgress) -> list[Action]:
+        """End the choice if its finish is reached; give the attempt up if something that is missing cannot come."""
+        if (finish := progress.reached_finish) is not None:
+            return self._finish(progress, finish)
+        if self._first_token_may_come(progress) or not (progress.is_missing_tokens or self._decode_ended):
+            return []
+        missing = f"output token {progress.num_tokens} is missing"
+        if progress.is_missing_tokens:
+            error: KvferryError = DataLoss(f"{missing}, though later ones or the end were reported")
+        else:
+            error = Unavailable(f"{missing}: decode ended the call before its finish")
         return self._attempt_failed(error, self._decode_worker)
 
-    def _first_token_may_come(self) -> bool:
+    def _first_token_may_come(self, progress: ChoiceProgress) -> bool:
         """Whether the next token may still come: only prefill's first token is ever behind one of decode's."""
-        return self._prefill_open and len(self._output) == self._base_index
+        return self._prefill_open and not progress.has_advanced
+
+    def _on_beams_found(self, event: BeamsFound) -> list[Action]:
+        """The whole output of all choices."""
+        self._decode_open = False
+        if not self._is_beam_search or not self._committed or len(event.hypotheses) != len(self._progress):
+            error = Internal(f"decode sent {len(event.hypotheses)} hypotheses that were not asked for")
+            return self._attempt_failed(error, self._decode_worker)
+        actions: list[Action] = []
+        for progress, hypothesis in zip(self._unfinished, event.hypotheses, strict=True):
+            if hypothesis.token_ids:
+                actions.append(Emit(0, hypothesis.token_ids, progress.choice))
+            actions += self._finish(progress, hypothesis.finish, hypothesis.cumulative_logprob)
+        return actions
 
     # --- ends ---
 
     def _on_prefill_done(self) -> list[Action]:
         self._prefill_open = False
-        if len(self._output) == self._base_index:
+        if self._is_beam_search:
+            return []
+        if not all(progress.has_advanced for progress in self._unfinished):
             error = Internal("prefill ended without the first token")
             return self._attempt_failed(error, self._prefill_worker)
         if self._decode_worker is None:
@@ -275,30 +355,54 @@ class RequestLifecycle:
 
     def _on_prefill_failed(self, error: KvferryError) -> list[Action]:
         self._prefill_open = False
-        if self._committed and len(self._output) > self._base_index:
+        if self._committed and (self._is_beam_search or all(progress.has_advanced for progress in self._unfinished)):
             return []  # decode has everything: prefill is not needed any more
         is_targets_fault = isinstance(error, TargetUnavailable)
         return self._attempt_failed(error, self._decode_worker if is_targets_fault else self._prefill_worker)
+
+    def _on_decode_ended(self) -> list[Action]:
+        """Every choice must have its finish now, or be able to get it from prefill's first token."""
+        self._decode_open = False
+        self._decode_ended = True
+        for progress in self._unfinished:
+            actions = self._finish_or_fail_on_gap(progress)
+            if actions:
+                return actions
+        return []
 
     def _on_decode_failed(self, error: KvferryError) -> list[Action]:
         self._decode_open = False
         return self._attempt_failed(error, self._decode_worker)
 
     def _on_stop_found(self, event: StopFound) -> list[Action]:
-        actions: list[Action] = []
-        if not self._committed and self._prefill_open:
-            actions.append(self._cancel_prefill())
-        if self._decode_open and self._committed:
-            actions.append(SendStop(self._attempt, event.num_wanted_tokens))
-            self._decode_open = False
-        return [*actions, *self._cancel_decode_if_open(), *self._done(event.finish)]
+        progress = self._progress[event.choice]
+        if progress.is_over:
+            return []
+        stop = SendStop(self._attempt, event.num_wanted_tokens, event.choice)
+        finished = self._finish(progress, event.finish)
+        if not self._committed:
+            self._stops.append(stop)
+            return [*(self._cancel_calls() if self.ended else []), *finished]
+        sent: list[Action] = []
+        if self._decode_open and event.choice in self._decoding:
+            sent.append(stop)
+            self._leave_decode(event.choice)
+        return [*sent, *finished]
 
     def _cut_short(self, kind: FinishKind) -> list[Action]:
-        return [*self._cancel_calls(), *self._done(Finish(kind))]
+        cancelled = self._cancel_calls()
+        return [*cancelled, *self._finish_all(self._unfinished, Finish(kind))]
 
-    def _done(self, finish: Finish) -> list[Action]:
-        self._phase = Phase.DONE
-        return [Finished(finish)]
+    def _finish_all(self, ending: Sequence[ChoiceProgress], finish: Finish) -> list[Action]:
+        return [action for progress in ending for action in self._finish(progress, finish)]
+
+    def _finish(
+        self, progress: ChoiceProgress, finish: Finish, cumulative_logprob: float | None = None
+    ) -> list[Action]:
+        progress.is_over = True
+        if not self._unfinished:
+            self._phase = Phase.DONE
+        return [Finished(finish, progress.choice, cumulative_logprob)]
 
     def _fail(self, error: KvferryError) -> list[Action]:
         actions = self._cancel_calls()
@@ -306,13 +410,17 @@ class RequestLifecycle:
         return [*actions, Failed(error)]
 
     def _attempt_failed(self, error: KvferryError, worker: str | None) -> list[Action]:
-        """Give the attempt up; begin the next one where that may help."""
-        if self._num_tokens_left == 0:  # only the word that it was the last is missing
-            return self._cut_short(FinishKind.LENGTH)
+        """Give the attempt up; begin the next one, or one for each choice, where that may help."""
+        # Of those with all their tokens only the word that it was the last is missing.
+        complete = [progress for progress in self._unfinished if progress.num_tokens_left == 0]
+        finished = self._finish_all(complete, Finish(FinishKind.LENGTH))
+        if self.ended:
+            return [*self._cancel_calls(), *finished]
         if not isinstance(error, RETRYABLE_ERRORS):
-            return self._fail(error)
+            return [*finished, *self._fail(error)]
         blamed = {worker} if worker is not None else set()
-        if len(self._output) > self._base_index:
+        has_advanced = any(progress.has_advanced for progress in self._progress.values())
+        if has_advanced:
             self._failures_without_progress = 0
             self._excluding = frozenset(blamed)
         else:
@@ -321,14 +429,22 @@ class RequestLifecycle:
         if self._failures_without_progress >= self._max_attempts:
             # A worker's CANCELLED is its shutdown; the caller cancelled nothing.
             return self._fail(Unavailable(error.message) if isinstance(error, Cancelled) else error)
+        if len(self._progress) > 1 and (has_advanced or len(self._unfinished) < len(self._progress)):
+            return [*self._cancel_calls(), *finished, self._split(error)]
         return [*self._cancel_calls(), *self._next_attempt(error)]
+
+    def _split(self, cause: KvferryError) -> SplitChoices:
+        self._phase = Phase.SPLIT
+        return SplitChoices(
+            tuple(
+                SplitChoice(progress.choice, progress.token_ids, self._excluding, cause)
+                for progress in self._unfinished
+            )
+        )
 
     def _cancel_calls(self) -> list[Action]:
         cancelled: list[Action] = [self._cancel_prefill()] if self._prefill_open else []
-        return [*cancelled, *self._cancel_decode_if_open()]
-
-    def _cancel_decode_if_open(self) -> list[Action]:
-        return [self._cancel_decode()] if self._decode_open else []
+        return [*cancelled, *([self._cancel_decode()] if self._decode_open else [])]
 
     def _cancel_prefill(self) -> CancelPrefill:
         self._prefill_open = False

@@ -7,9 +7,10 @@ is one sample a request. Figures of workers are read from their last status when
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from prometheus_client import Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -27,6 +28,23 @@ REFUSED_PHASE = "validation"
 DONE_PHASE = "done"
 
 WORKER_LABELS = ("worker", "role", "address")  # two workers may have been given one name
+
+
+COUNTERS = (
+    ("blocks_shipped", "num_blocks_shipped", "Blocks sent or received."),
+    ("shipped_bytes", "shipped_bytes", "Bytes of block contents."),
+    ("nacks", "num_nacks", "Blocks whose digest was wrong on arrival."),
+    ("steps", "num_steps", "Steps run."),
+    ("prefill_tokens", "num_prefill_tokens", "Prompt tokens computed."),
+    ("cached_tokens", "num_cached_tokens", "Prompt tokens found in the prefix cache."),
+    ("sampled_tokens", "num_sampled_tokens", "Tokens sampled."),
+    ("evictions", "num_evictions", "Cached blocks whose contents were given up, for room or by a quota."),
+    ("recomputed_tokens", "num_recomputed_tokens", "Tokens whose KV was dropped and not found cached again."),
+    ("blocks_copied", "num_blocks_copied", "Blocks copied on write."),
+)
+"""Metric, field of WorkerLoad, and what it counts."""
+PREEMPTIONS = MappingProxyType({"recompute": "num_recompute_preemptions", "swap": "num_swap_preemptions"})
+SWAPS = MappingProxyType({"out": "num_blocks_swapped_out", "in": "num_blocks_swapped_in"})
 
 
 @dataclass(slots=True)
@@ -130,23 +148,46 @@ class WorkerCollector(Collector):
         yield self._up(workers)
         yield self._blocks(workers)
         yield self._requests(workers)
-        for name, field_name, text in (
-            ("preemptions", "num_preemptions", "Sequences preempted."),
-            ("blocks_shipped", "num_blocks_shipped", "Blocks sent or received."),
-            ("shipped_bytes", "shipped_bytes", "Bytes of block contents."),
-            ("nacks", "num_nacks", "Blocks whose digest was wrong on arrival."),
-            ("steps", "num_steps", "Steps run."),
-            ("prefill_tokens", "num_prefill_tokens", "Prompt tokens computed."),
-            ("cached_tokens", "num_cached_tokens", "Prompt tokens found in the prefix cache."),
-            ("sampled_tokens", "num_sampled_tokens", "Tokens sampled."),
-        ):
-            family = CounterMetricFamily(
-                f"kvferry_worker_{name}", f"{text} Since the worker's start.", None, WORKER_LABELS
-            )
+        yield self._gauge(workers, "pinned_blocks", "num_pinned_blocks", "Blocks that pins hold; among the used.")
+        yield self._by_kind(workers, "preemptions", "Sequences preempted, by what became of their KV.", PREEMPTIONS)
+        yield self._by_kind(workers, "swapped_blocks", "Blocks copied to the host pool (out) and back (in).", SWAPS)
+        yield from self._prefix_cache(workers)
+        for name, field_name, text in COUNTERS:
+            family = self._counter(name, text)
             for worker in workers:
                 if worker.status is not None:
                     family.add_metric(_labels(worker), getattr(worker.status.load, field_name))
             yield family
+
+    def _counter(self, name: str, text: str, *labels: str) -> CounterMetricFamily:
+        labels = (*WORKER_LABELS, *labels)
+        return CounterMetricFamily(f"kvferry_worker_{name}", f"{text} Since the worker's start.", None, labels)
+
+    def _gauge(self, workers: Iterable[Worker], name: str, field_name: str, text: str) -> Metric:
+        family = GaugeMetricFamily(f"kvferry_worker_{name}", text, None, WORKER_LABELS)
+        for worker in workers:
+            if worker.status is not None:
+                family.add_metric(_labels(worker), getattr(worker.status.load, field_name))
+        return family
+
+    def _by_kind(self, workers: Iterable[Worker], name: str, text: str, kinds: Mapping[str, str]) -> Metric:
+        family = self._counter(name, text, "kind")
+        for worker in workers:
+            if worker.status is not None:
+                for kind, field_name in kinds.items():
+                    family.add_metric((*_labels(worker), kind), getattr(worker.status.load, field_name))
+        return family
+
+    def _prefix_cache(self, workers: Iterable[Worker]) -> Iterable[Metric]:
+        """Tokens looked for in the prefix cache and found there; their ratio is a tenant's hit rate."""
+        queried = self._counter("prefix_cache_queried_tokens", "Prompt tokens of admitted sequences.", "tenant")
+        hit = self._counter("prefix_cache_hit_tokens", "Those of them found in the prefix cache.", "tenant")
+        for worker in workers:
+            for hits in worker.status.load.tenant_hits if worker.status is not None else ():
+                labels = (*_labels(worker), hits.tenant)
+                queried.add_metric(labels, hits.num_queried_tokens)
+                hit.add_metric(labels, hits.num_hit_tokens)
+        return (queried, hit)
 
     def _up(self, workers: Iterable[Worker]) -> Metric:
         family = GaugeMetricFamily("kvferry_worker_ready", "1 while requests may go there.", None, WORKER_LABELS)

@@ -1,7 +1,8 @@
 """Messages for one client that it has not taken yet, so that a slow client slows only itself.
 
-Workers' streams are read at their own pace; what the client has not taken is merged into few deltas. The outbox holds
-no more than the request's `max_tokens` ids, their text, and a handful of other messages: that is its bound.
+Workers' streams are read at their own pace; what the client has not taken is merged into few deltas a choice. It
+holds no more than the request's `max_tokens` × n ids, their text, and a handful of other messages a choice: that is its
+bound.
 """
 
 from __future__ import annotations
@@ -22,18 +23,28 @@ class Outbox:
 
     def __init__(self) -> None:
         self._messages: deque[pb.GenerateResponse] = deque()
+        self._last_deltas: dict[int, pb.GenerateResponse] = {}  # by choice: the last delta that waits
         self._filled = asyncio.Event()
         self._closed = False
         self._error: KvferryError | None = None
 
     def put(self, message: pb.GenerateResponse) -> None:
-        """Adds a message, or merges a delta into the one that waits."""
-        last = self._messages[-1] if self._messages else None
-        if last is not None and message.HasField("delta") and _has_room(last):
-            _merge(last.delta, message.delta)
-        else:
-            self._messages.append(message)
+        """Adds a message, or merges a delta into the one of its choice that waits."""
+        if message.HasField("delta"):
+            last = self._last_deltas.get(message.delta.index)
+            if last is not None and _has_room(last.delta):
+                _merge(last.delta, message.delta)
+                return
+            self._last_deltas[message.delta.index] = message
+        self._messages.append(message)
         self._filled.set()
+
+    def take_all(self) -> list[pb.GenerateResponse]:
+        """Everything that waits."""
+        messages = list(self._messages)
+        self._messages.clear()
+        self._last_deltas.clear()
+        return messages
 
     def close(self, error: KvferryError | None = None) -> None:
         """Nothing more comes; `error` is raised to the consumer after the messages before it."""
@@ -50,12 +61,14 @@ class Outbox:
                 return None
             self._filled.clear()
             await self._filled.wait()
-        return self._messages.popleft()
+        message = self._messages.popleft()
+        if self._last_deltas.get(message.delta.index) is message:
+            del self._last_deltas[message.delta.index]
+        return message
 
 
-def _has_room(message: pb.GenerateResponse) -> bool:
-    delta = message.delta
-    return message.HasField("delta") and len(delta.token_ids) < MAX_MERGED_TOKENS and len(delta.text) < MAX_MERGED_CHARS
+def _has_room(delta: pb.ChoiceDelta) -> bool:
+    return len(delta.token_ids) < MAX_MERGED_TOKENS and len(delta.text) < MAX_MERGED_CHARS
 
 
 def _merge(first: pb.ChoiceDelta, second: pb.ChoiceDelta) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvferry.sampling import Finish, SamplingParams
 from kvferry.wire import finish_to_pb
 from proto.kvferry.v1 import inference_pb2 as pb
-from router.outbox import Outbox
 from router.text.output_text import ChoiceText
 from router.text.stop_strings import StopStrings
 from router.text.token_bytes import TokenBytes
@@ -13,10 +14,17 @@ from router.validation import Request, TextPrompt
 
 
 class ChoiceOutput:
-    """Detokenises, looks for stop strings, and puts deltas into the outbox.
+    """Detokenises, looks for stop strings, and gives deltas and the finish to `put`.
+
+    Args:
+        index: of the choice in the response.
+        stops: the request's stop strings, compiled once for all its choices.
+        put: takes the messages.
 
     Attributes:
         stop: the stop string's finish once one was found; it wins over a worker's finish for the same or a later token.
+        told: the finish once it was told.
+        cumulative_logprob: sum over its tokens, of those that came with a log-probability.
     """
 
     def __init__(
@@ -24,16 +32,19 @@ class ChoiceOutput:
         request: Request,
         sampling: SamplingParams,
         *,
+        index: int,
         num_prompt_tokens: int,
         token_bytes: TokenBytes,
-        outbox: Outbox,
+        stops: StopStrings | None,
+        put: Callable[[pb.GenerateResponse], None],
     ) -> None:
         self._request = request
+        self._index = index
         self._num_prompt_tokens = num_prompt_tokens
-        self._outbox = outbox
+        self._put = put
         self._text = ChoiceText(
             token_bytes,
-            stops=StopStrings(request.stop) if request.stop else None,
+            stops=stops,
             include_stop=request.include_stop_str_in_output,
             skip_special_tokens=request.skip_special_tokens,
             min_tokens=request.min_tokens,
@@ -41,6 +52,8 @@ class ChoiceOutput:
             continues_text=isinstance(request.prompt, TextPrompt),
         )
         self.stop: Finish | None = None
+        self.told: Finish | None = None
+        self.cumulative_logprob = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -52,32 +65,42 @@ class ChoiceOutput:
         """Output tokens that came after its end."""
         return self._text.num_overshoot
 
-    def push(self, token_ids: tuple[int, ...]) -> None:
+    @property
+    def mean_logprob(self) -> float:
+        """Log-probability a token; that of no tokens is the lowest."""
+        return self.cumulative_logprob / self.num_tokens if self.num_tokens else float("-inf")
+
+    def push(self, token_ids: tuple[int, ...], logprobs: tuple[float, ...] = ()) -> None:
         """The next tokens, in order."""
         token_index = self.num_tokens
         delta = self._text.push(token_ids)
         self.stop = self.stop or delta.stop
-        self._put(token_index, delta.token_ids, delta.text)
+        self.cumulative_logprob += sum(logprobs[: len(delta.token_ids)])
+        self._put_delta(token_index, delta.token_ids, delta.text)
 
-    def finish(self, finish: Finish) -> Finish:
-        """Ends the choice: held text goes out, then its finish. Returns the finish told."""
+    def finish(self, finish: Finish, *, cumulative_logprob: float | None = None) -> None:
+        """Ends the choice: held text goes out, then its finish, with the log-probability if that is to be told."""
         delta = self._text.finish()
         self.stop = self.stop or delta.stop
-        self._put(self.num_tokens, (), delta.text)
-        told = self.stop or finish
-        message = pb.ChoiceFinish(index=0, finish=finish_to_pb(told), num_output_tokens=self.num_tokens)
-        self._outbox.put(pb.GenerateResponse(finish=message))
-        return told
+        self._put_delta(self.num_tokens, (), delta.text)
+        self.told = self.stop or finish
+        message = pb.ChoiceFinish(
+            index=self._index,
+            finish=finish_to_pb(self.told),
+            num_output_tokens=self.num_tokens,
+            cumulative_logprob=cumulative_logprob,
+        )
+        self._put(pb.GenerateResponse(finish=message))
 
-    def _put(self, token_index: int, token_ids: tuple[int, ...], text: str) -> None:
+    def _put_delta(self, token_index: int, token_ids: tuple[int, ...], text: str) -> None:
         ids = token_ids if self._request.token_ids else ()
         shown = text if self._request.text else ""
         if ids or shown:
             delta = pb.ChoiceDelta(
-                index=0,
+                index=self._index,
                 token_index=token_index,
                 position=self._num_prompt_tokens + token_index,
                 token_ids=ids,
                 text=shown,
             )
-            self._outbox.put(pb.GenerateResponse(delta=delta))
+            self._put(pb.GenerateResponse(delta=delta))

@@ -1,7 +1,7 @@
-"""One request running: performs the lifecycle's actions with real calls and feeds what happens back to it.
+"""One lifecycle running: performs its actions with real calls and feeds what happens back to it.
 
 Events are handled where they arrive, one after another, so nothing queues between a worker's stream and the client's
-outbox. The run owns its calls: however it ends, they have ended or are cancelled before it returns.
+outbox. The run owns its calls: however it ends, they have ended or are cancelled before `wait` returns.
 """
 
 from __future__ import annotations
@@ -10,22 +10,20 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from opentelemetry.context import Context
 from opentelemetry.trace import Tracer
 
-from kvferry.errors import DeadlineExceeded, Internal, KvferryError, Unavailable
-from kvferry.sampling import Finish, SamplingParams
+from kvferry.errors import Internal, KvferryError, Unavailable
+from kvferry.sampling import SamplingParams
 from kvferry.spec import AttemptId, SequenceSpec
 from kvferry.wire import spec_to_pb
 from proto.kvferry.v1 import worker_pb2
 from router.admission import RetryBudget
 from router.calls import CallContext, DecodeCall, PrefillCall, WorkerCall
 from router.events import (
-    Abort,
     Action,
     CancelDecode,
     CancelPrefill,
@@ -39,18 +37,19 @@ from router.events import (
     OpenDecode,
     OpenPrefill,
     SendStop,
+    SplitChoice,
+    SplitChoices,
     StopFound,
-    TimeLimit,
     Tokens,
     WorkersChosen,
 )
 from router.ledger import RequestLedger
 from router.lifecycle import RequestLifecycle
 from router.membership import Membership
-from router.output import ChoiceOutput
+from router.request_output import RequestOutput
 from router.selection import Needs, Pair, PairSelector
 from router.tracing import AttemptSpans
-from router.validation import Request
+from router.validation import Request, num_decode_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -101,23 +100,51 @@ class PreparedRequest:
     sampling: SamplingParams
     deadline_s: float | None
 
+    @property
+    def rest_of_deadline_s(self) -> float | None:
+        """Time left now; None for no deadline."""
+        return None if self.deadline_s is None else max(0.0, self.deadline_s - time.monotonic())
 
-class RequestRun:
-    """Runs one request to its end; `run` once."""
 
-    def __init__(
-        self, prepared: PreparedRequest, cluster: Cluster, output: ChoiceOutput, ledger: RequestLedger, parent: Context
-    ) -> None:
+@dataclass(frozen=True, slots=True)
+class RunOwner:
+    """What the lifecycles of one request share.
+
+    Attributes:
+        attempts: numbers of its attempts.
+        split: takes choices that go on by themselves.
+        ended: told when a lifecycle has ended, and why if not well; the run's calls may be open still.
+    """
+
+    prepared: PreparedRequest
+    cluster: Cluster
+    output: RequestOutput
+    ledger: RequestLedger
+    attempts: Iterator[int]
+    split: Callable[[SplitChoices, AttemptSpans], None]
+    ended: Callable[[KvferryError | None], None]
+
+
+class LifecycleRun:
+    """Runs the choices of one request, or the one it resumes: `start` and `wait`, once each."""
+
+    def __init__(self, owner: RunOwner, spans: AttemptSpans, resumes: SplitChoice | None = None) -> None:
+        prepared = owner.prepared
+        self._owner = owner
         self._prepared = prepared
-        self._cluster = cluster
-        self._output = output
-        self._ledger = ledger
-        self._spans = AttemptSpans(cluster.tracer, parent)
+        self._cluster = owner.cluster
+        self._output = owner.output
+        self._ledger = owner.ledger
+        self._spans = spans
         self._lifecycle = RequestLifecycle(
             prepared.prompt_token_ids,
             prepared.sampling.max_tokens,
-            local_prefill=cluster.membership.local_prefill,
-            max_attempts=cluster.max_attempts,
+            num_choices=prepared.request.best_of,
+            is_beam_search=prepared.request.beam is not None,
+            resumes=resumes,
+            attempts=owner.attempts,
+            local_prefill=owner.cluster.membership.local_prefill,
+            max_attempts=owner.cluster.max_attempts,
         )
         self._pair = Pair(None, None)
         self._prefill: PrefillCall | None = None
@@ -130,51 +157,35 @@ class RequestRun:
         self._ended = asyncio.Event()
         self._error: KvferryError | None = None
         self._phase = self._lifecycle.phase.name.lower()
-        self.finish: Finish | None = None
-
-    @property
-    def prepared(self) -> PreparedRequest:
-        return self._prepared
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """What an abort may call it: its id and its caller's label."""
-        return (self._prepared.id, self._prepared.request.label)
 
     @property
     def phase(self) -> str:
-        """Where the request is, or was when it ended; for metrics."""
+        """Where the lifecycle is, or was when it ended; for metrics."""
         return self._phase
 
-    async def run(self) -> Finish:
-        """Serves the request; returns how its choice ended. Raises the error that ended it otherwise."""
-        timers = self._start_timers()
-        try:
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
+    def start(self) -> None:
+        """Begins the first attempt, unless the request has ended."""
+        if not self._lifecycle.ended:
             self._perform_all(self._lifecycle.start())
             self._handle_events()
+
+    async def wait(self) -> None:
+        """Returns when everything has ended, calls included; cancels them if it is cancelled itself."""
+        try:
             await self._ended.wait()
         finally:
-            for timer in timers:
-                timer.cancel()
             await self._close()
             self._spans.end(self._error)
-        if self._error is not None:
-            raise self._error
-        assert self.finish is not None
-        return self.finish
-
-    def abort(self) -> None:
-        """Ends the request with what there is."""
-        self.post(Abort())
-
-    def client_gone(self, error: KvferryError) -> None:
-        """Cancels everything, within this call."""
-        self.post(ClientGone(error))
 
     def post(self, event: Event) -> None:
         """Takes one event and performs what follows from it."""
+        if isinstance(event, Tokens):
+            self._count_overshoot(event)
         if self._lifecycle.ended:
-            self._take_late(event)
             return
         self._events.append(event)
         if not self._handling:
@@ -194,17 +205,20 @@ class RequestRun:
             self._crashed(Internal(f"the router failed with {type(error).__name__}; its log has the details"))
         finally:
             self._handling = False
+        if self._lifecycle.ended and not self._ended.is_set():
+            self._ended.set()
+            self._owner.ended(self._error)
 
     def _crashed(self, error: KvferryError) -> None:
         """A fault of ours: a retry could lose tokens, so the request ends here."""
         self._events.clear()
         self._perform_all(self._lifecycle.handle(ClientGone(error)))
         self._error = self._error or error
-        self._ended.set()
 
-    def _take_late(self, event: Event) -> None:
-        """After the end only overshoot is of interest: what decode made before it heard of the stop."""
-        if isinstance(event, Tokens) and self._output.stop is not None and event.attempt == self._lifecycle.attempt:
+    def _count_overshoot(self, event: Tokens) -> None:
+        """After a stop string: what decode made before it heard of the stop."""
+        is_ours = event.attempt == self._lifecycle.attempt and event.choice in self._lifecycle.choices
+        if is_ours and self._output.stop_of(event.choice) is not None:
             self._ledger.num_overshoot_tokens += len(event.token_ids)
 
     def _perform_all(self, actions: list[Action]) -> None:
@@ -224,28 +238,29 @@ class RequestRun:
             case CancelDecode() if self._decode is not None:
                 self._decode.cancel()
             case SendStop() if self._decode is not None:
-                self._decode.send_stop(action.num_wanted_tokens)
+                self._decode.send_stop(action.choice, action.num_wanted_tokens)
             case Emit():
                 self._emit(action)
             case Finished():
-                self.finish = self._output.finish(action.finish)
-                self._ended.set()
+                self._output.finish(action.choice, action.finish, action.cumulative_logprob)
+            case SplitChoices(choices):
+                self._spans.end(choices[0].cause)
+                self._owner.split(action, self._spans)
             case Failed():
                 self._error = action.error
-                self._ended.set()
 
     def _emit(self, action: Emit) -> None:
-        self._ledger.tokens_sent()
-        self._output.push(action.token_ids)
-        self._ledger.num_overshoot_tokens = self._output.num_overshoot_tokens
-        if self._output.stop is not None:
-            self._events.append(StopFound(self._output.num_tokens, self._output.stop))
+        output, choice = self._output, action.choice
+        output.push(choice, action.token_ids, action.logprobs)
+        stop = output.stop_of(choice)
+        if stop is not None:
+            self._events.append(StopFound(output.num_tokens_of(choice), stop, choice))
 
     # --- workers ---
 
     def _choose(self, action: ChooseWorkers) -> None:
         self._spans.begin(action.attempt, action.cause)
-        self._ledger.num_attempts = action.attempt
+        self._ledger.num_attempts += 1
         self._queued_at_s = time.monotonic()
         if action.cause is not None:
             self._cluster.count_retry(action.cause)
@@ -267,14 +282,18 @@ class RequestRun:
         )
 
     def _needs(self, action: ChooseWorkers) -> Needs:
-        num_prompt_tokens, served = len(self._prepared.prompt_token_ids), self._cluster.membership.served
+        served, prepared = self._cluster.membership.served, self._prepared
+        if served is None:
+            return Needs(prefill=action.needs_prefill, decode=action.needs_decode)
+        num_prompt_tokens, layout = len(prepared.prompt_token_ids), served.layout
         num_known_tokens = num_prompt_tokens + self._lifecycle.num_emitted_tokens
-        num_last_tokens = num_prompt_tokens + self._prepared.sampling.max_tokens - 1  # the last one's KV is not kept
         return Needs(
             prefill=action.needs_prefill,
             decode=action.needs_decode,
-            num_prefill_blocks=served.layout.num_blocks_for(num_known_tokens) if served else 0,
-            num_decode_blocks=served.layout.num_blocks_for(num_last_tokens) if served else 0,
+            num_prefill_blocks=layout.num_blocks_for(num_known_tokens),
+            num_decode_blocks=num_decode_blocks(
+                prepared.request, num_prompt_tokens, prepared.sampling.max_tokens, layout.block_size
+            ),
         )
 
     def _chosen(self, pair: Pair) -> None:
@@ -291,7 +310,7 @@ class RequestRun:
         nothing yet is told soon, and may try again safely.
         """
         begin_s = time.monotonic()
-        limit_s = self._cluster.recovery_wait_s if self._lifecycle.num_emitted_tokens > 0 else 0.0
+        limit_s = self._cluster.recovery_wait_s if action.is_resume else 0.0
         pair = await self._pair_within(RETRY_PAUSE_S, action, allow_excluded=False)
         while pair is None:
             try:
@@ -348,14 +367,16 @@ class RequestRun:
             request_id=self._prepared.id,
             attempt=attempt,
             parent=self._spans.context,
-            timeout_s=self._rest_of_deadline_s(),
+            timeout_s=self._prepared.rest_of_deadline_s,
             progress_timeout_s=self._cluster.progress_timeout_s,
+            wants_logprobs=self._prepared.sampling.logprobs,
             post=self.post,
             ledger=self._ledger,
         )
 
     def _spec(self, attempt: int, token_ids: tuple[int, ...]) -> worker_pb2.SequenceSpec:
-        request, rest_s = self._prepared.request, self._rest_of_deadline_s()
+        request, rest_s = self._prepared.request, self._prepared.rest_of_deadline_s
+        choices = self._lifecycle.choices
         return spec_to_pb(
             SequenceSpec(
                 id=AttemptId(self._prepared.id, attempt),
@@ -367,33 +388,19 @@ class RequestRun:
                 cache_salt=request.cache_salt,
                 adapter=request.adapter,
                 bypass_prefix_cache=request.bypass_prefix_cache,
+                choice=choices[0],
+                num_choices=len(choices) if request.beam is None else 1,
+                beam=request.beam,
+                tenant=request.tenant,
+                shared_salt=request.shared_salt,
             )
         )
-
-    def _rest_of_deadline_s(self) -> float | None:
-        deadline_s = self._prepared.deadline_s
-        return None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-
-    # --- time and end ---
-
-    def _start_timers(self) -> list[asyncio.TimerHandle]:
-        loop = asyncio.get_running_loop()
-        timers: list[asyncio.TimerHandle] = []
-        rest_s = self._rest_of_deadline_s()
-        if rest_s is not None:
-            error = DeadlineExceeded("the call's deadline passed before the request ended")
-            timers.append(loop.call_later(rest_s, self.client_gone, error))
-        limit_s = self._prepared.request.time_limit_s
-        if limit_s is not None:
-            spent_s = time.monotonic() - self._ledger.received_at_s
-            timers.append(loop.call_later(max(0.0, limit_s - spent_s), self.post, TimeLimit()))
-        return timers
 
     async def _close(self) -> None:
         """Lets calls end by themselves after a good end, cancels what is left, and waits for all."""
         tasks = [call.task for call in self._calls]
         try:
-            if tasks and self.finish is not None:
+            if tasks and self._ended.is_set() and self._error is None:
                 await asyncio.wait(tasks, timeout=CLOSING_GRACE_S)
         finally:
             rest = [task for task in (*tasks, self._waiting) if task is not None and not task.done()]

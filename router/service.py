@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from opentelemetry import trace
@@ -26,14 +26,16 @@ from kvferry.wire import layout_to_pb
 from proto.kvferry.v1 import inference_pb2 as pb
 from proto.kvferry.v1 import inference_pb2_grpc, types_pb2
 from router.admission import Admission
+from router.auth import Authenticator, Tenant
 from router.ledger import RequestLedger
 from router.membership import Membership
 from router.messages import completed, started
 from router.metrics import RequestRecord, RouterMetrics
 from router.outbox import Outbox
-from router.output import ChoiceOutput
 from router.request_log import logged
-from router.run import Cluster, PreparedRequest, RequestRun
+from router.request_output import RequestOutput
+from router.request_run import RequestRun
+from router.run import Cluster, PreparedRequest
 from router.text.tokenizer import PromptLimits, TextTokenizer
 from router.tracing import describe_outcome, describe_request
 from router.validation import (
@@ -77,6 +79,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(self, parts: RouterParts) -> None:
         self._parts = parts
         self._admission = Admission(parts.config.router.max_queue)
+        self._authenticator = Authenticator(parts.config)
         self._running: dict[str, RequestRun] = {}
         self._is_draining = False
 
@@ -94,19 +97,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         deadline_s = _deadline_s(context.time_remaining())
         with self._parts.metrics.request() as record, logged(record):
+            tenant = self._authenticator.tenant(context.invocation_metadata())
             if self._is_draining:
                 raise Unavailable("the router is shutting down", retry_after_s=1.0)
             with self._admission.admit():
-                prepared = await self._prepare(request, deadline_s, record)
+                prepared = await self._prepare(request, tenant, deadline_s, record)
                 await self._serve(prepared, context, record)
 
     async def Abort(
         self, request: pb.AbortRequest, context: ServicerContext[pb.AbortRequest, pb.AbortResponse]
     ) -> pb.AbortResponse:
-        del context
+        tenant = self._authenticator.tenant(context.invocation_metadata())
         found: list[str] = []
         for name in dict.fromkeys(request.request_ids):
-            runs = [run for run in self._running.values() if name and name in run.names]
+            runs = [run for run in self._runs_of(tenant) if name and name in run.names]
             for run in runs:
                 run.abort()
             if runs:
@@ -118,7 +122,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request: pb.GetCapabilitiesRequest,
         context: ServicerContext[pb.GetCapabilitiesRequest, pb.GetCapabilitiesResponse],
     ) -> pb.GetCapabilitiesResponse:
-        del request, context
+        del request
+        self._authenticator.tenant(context.invocation_metadata())
         limits = self.limits()
         served, config = self._parts.membership.served, self._parts.config
         assert served is not None
@@ -140,8 +145,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def ListWorkers(
         self, request: pb.ListWorkersRequest, context: ServicerContext[pb.ListWorkersRequest, pb.ListWorkersResponse]
     ) -> pb.ListWorkersResponse:
-        del request, context
+        del request
+        self._authenticator.tenant(context.invocation_metadata())
         return pb.ListWorkersResponse(workers=[worker.to_pb() for worker in self._parts.membership.workers])
+
+    def _runs_of(self, tenant: Tenant) -> list[RequestRun]:
+        """Running requests that `tenant` may end."""
+        return [run for run in self._running.values() if tenant.is_admin or run.prepared.request.tenant == tenant.name]
 
     def limits(self) -> Limits:
         """What requests are checked against. Raises Unavailable, naming what is missing, until a worker was seen."""
@@ -165,13 +175,25 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             num_decode_blocks=max(decode),
         )
 
+    def _limits_of(self, tenant: Tenant) -> Limits:
+        """The limits with the tenant's quotas."""
+        limits = self.limits()
+        configured = next((one for one in self._parts.config.tenants if one.name == tenant.name), None)
+        if configured is None:
+            return limits
+        return replace(
+            limits,
+            num_quota_prefill_blocks=configured.max_used_blocks(limits.num_prefill_blocks),
+            num_quota_decode_blocks=configured.max_used_blocks(limits.num_decode_blocks),
+        )
+
     # --- one request ---
 
     async def _prepare(
-        self, message: pb.GenerateRequest, deadline_s: float | None, record: RequestRecord
+        self, message: pb.GenerateRequest, tenant: Tenant, deadline_s: float | None, record: RequestRecord
     ) -> PreparedRequest:
-        limits = self.limits()
-        request = validate(message, limits, lambda: secrets.randbelow(SEED_LIMIT))
+        limits = self._limits_of(tenant)
+        request = validate(message, limits, lambda: secrets.randbelow(SEED_LIMIT), tenant=tenant.name)
         record.model, record.tier, record.label = request.model, request.tier, request.label
         span = trace.get_current_span()
         server_id = uuid.uuid4().hex
@@ -179,7 +201,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         describe_request(span, request, server_id)
         started_s = time.monotonic()
         with self._parts.telemetry.span(SpanNames.TOKENIZE):
-            token_ids = await self._tokenize(request.prompt, limits)
+            token_ids = await self.tokenize(request.prompt, limits)
         record.ledger.tokenize_s = time.monotonic() - started_s
         record.num_prompt_tokens = len(token_ids)
         max_tokens = fit(request, len(token_ids), limits)
@@ -187,7 +209,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         sampling = request.sampling_params(max_tokens, self._parts.tokenizer.eos_token_ids)
         return PreparedRequest(server_id, request, tuple(token_ids), sampling, deadline_s)
 
-    async def _tokenize(self, prompt: Prompt, limits: Limits) -> list[int] | tuple[int, ...]:
+    async def tokenize(self, prompt: Prompt, limits: Limits) -> list[int] | tuple[int, ...]:
+        """Token ids of a prompt; raises InvalidArgument for one that cannot fit."""
         bounds = PromptLimits(max_tokens=limits.max_context - 1, max_bytes=limits.max_request_bytes)
         tokenizer = self._parts.tokenizer
         match prompt:
@@ -208,12 +231,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         self._parts.cluster.retries.add_request()
         outbox = Outbox()
-        output = ChoiceOutput(
+        output = RequestOutput(
             prepared.request,
             prepared.sampling,
             num_prompt_tokens=len(prepared.prompt_token_ids),
             token_bytes=self._parts.tokenizer.token_bytes,
             outbox=outbox,
+            ledger=record.ledger,
         )
         span = trace.get_current_span()
         run = RequestRun(prepared, self._parts.cluster, output, record.ledger, context_of(span))
@@ -235,11 +259,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 record.ledger,
                 num_prompt_tokens=record.num_prompt_tokens,
                 num_output_tokens=output.num_tokens,
-                finish=run.finish,
+                finishes=output.finishes,
             )
 
 
-async def _run_into(run: RequestRun, output: ChoiceOutput, outbox: Outbox, ledger: RequestLedger) -> None:
+async def _run_into(run: RequestRun, output: RequestOutput, outbox: Outbox, ledger: RequestLedger) -> None:
     """Runs the request and closes its outbox, whatever happens."""
     try:
         await run.run()

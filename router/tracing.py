@@ -5,6 +5,8 @@ Spans are started and ended by hand, on every path; nothing is attached to a tas
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, Span, Tracer
 
@@ -19,19 +21,28 @@ PROVIDER = "kvferry"
 
 
 class AttemptSpans:
-    """Spans of the attempts of one request; later ones are linked to the first.
+    """Spans of the attempts of one request, or of a choice that parted from it; later ones are linked to the first.
 
     Args:
         tracer: makes them.
         parent: context of the call's span.
+        choice: the choice that the attempts serve; None where they serve all.
+        first: the request's first attempt, where these are not its first ones.
     """
 
-    def __init__(self, tracer: Tracer, parent: Context) -> None:
+    def __init__(
+        self, tracer: Tracer, parent: Context, *, choice: int | None = None, first: Span | None = None
+    ) -> None:
         self._tracer = tracer
         self._parent = parent
-        self._first: Span | None = None
+        self._choice = choice
+        self._first = first
         self._current: Span | None = None
         self._queue: Span | None = None
+
+    def of_choice(self, choice: int) -> AttemptSpans:
+        """Spans of a choice that goes on by itself."""
+        return AttemptSpans(self._tracer, self._parent, choice=choice, first=self._first)
 
     @property
     def context(self) -> Context:
@@ -43,9 +54,10 @@ class AttemptSpans:
         """Ends the attempt before with `cause` and begins the next, which waits for workers."""
         self.end(cause)
         links = [Link(self._first.get_span_context())] if self._first is not None else []
-        span = self._tracer.start_span(
-            ATTEMPT_SPAN, context=self._parent, links=links, attributes={Attributes.ATTEMPT: attempt}
-        )
+        attributes = {Attributes.ATTEMPT: attempt}
+        if self._choice is not None:
+            attributes[Attributes.CHOICE] = self._choice
+        span = self._tracer.start_span(ATTEMPT_SPAN, context=self._parent, links=links, attributes=attributes)
         self._first = self._first or span
         self._current = span
         self._queue = self._tracer.start_span(SpanNames.QUEUE, context=self.context)
@@ -78,18 +90,19 @@ def describe_request(span: Span, request: Request, server_request_id: str) -> No
             Attributes.REQUEST_TOP_P: request.top_p,
             Attributes.REQUEST_TOP_K: request.top_k,
             Attributes.REQUEST_SEED: str(request.seed),  # attributes are signed 64-bit numbers, seeds are not
-            Attributes.REQUEST_CHOICE_COUNT: 1,
             Attributes.RESPONSE_ID: server_request_id,
             Attributes.REQUEST_ID: request.label,
             Attributes.TIER: request.tier,
         }
     )
+    if request.n != 1:
+        span.set_attribute(Attributes.REQUEST_CHOICE_COUNT, request.n)
 
 
 def describe_outcome(
-    span: Span, ledger: RequestLedger, *, num_prompt_tokens: int, num_output_tokens: int, finish: Finish | None
+    span: Span, ledger: RequestLedger, *, num_prompt_tokens: int, num_output_tokens: int, finishes: Sequence[Finish]
 ) -> None:
-    """Usage and finish reason on the call's span, on every way a request may end."""
+    """Usage and finish reasons on the call's span, on every way a request may end."""
     span.set_attributes(
         {
             Attributes.INPUT_TOKENS: num_prompt_tokens,
@@ -99,5 +112,5 @@ def describe_outcome(
     )
     if ledger.time_to_first_token_s is not None:
         span.set_attribute(Attributes.TIME_TO_FIRST_TOKEN_S, ledger.time_to_first_token_s)
-    if finish is not None:
-        span.set_attribute(Attributes.FINISH_REASONS, [finish.kind.value])
+    if finishes:
+        span.set_attribute(Attributes.FINISH_REASONS, [finish.kind.value for finish in finishes])

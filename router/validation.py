@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from kvferry.errors import InvalidArgument, NotFound, ResourceExhausted, UnsupportedField
-from kvferry.sampling import SamplingParams
+from kvferry.errors import InvalidArgument, NotFound, PermissionDenied, ResourceExhausted, UnsupportedField
+from kvferry.sampling import GREEDY_BELOW_TEMPERATURE, BeamParams, SamplingParams
 from proto.kvferry.v1 import inference_pb2 as pb
 from router.text.chat_template import FIELD as CHAT_FIELD
 from router.text.chat_template import ChatMessage
@@ -27,6 +27,10 @@ MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_CACHE_SALT_BYTES = 256
 SEED_LIMIT = 1 << 64
+MAX_CHOICES = 64
+"""Choices or candidates of a request: each is a sequence on decode, and its output is kept for the client."""
+MAX_BEAM_WIDTH = 16
+"""Beams step together, so all of them must find room at once."""
 
 PROMPT_FIELD = "prompt"
 TOKENS_FIELD = "prompt.token_ids"
@@ -47,6 +51,8 @@ class Limits:
         num_prefill_blocks: blocks of the largest prefill pool; 0 where decode computes prompts itself.
         num_decode_blocks: blocks of the largest decode pool.
         adapters: adapters that may be named.
+        num_quota_prefill_blocks, num_quota_decode_blocks: most blocks of the caller's tenant in those pools; None where
+            it has no quota.
     """
 
     model: str
@@ -59,6 +65,8 @@ class Limits:
     num_prefill_blocks: int
     num_decode_blocks: int
     adapters: tuple[str, ...] = ()
+    num_quota_prefill_blocks: int | None = None
+    num_quota_decode_blocks: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +102,11 @@ class Request:
         label: the caller's own id; echoed, logged, never a key.
         max_tokens: most output tokens, None for what fits.
         seed: the caller's, or drawn.
+        n: choices returned.
+        best_of: candidates of which they are chosen, `n` where there is no choosing.
+        beam: beam search instead of sampling; then `best_of` is `n`.
         time_limit_s: None for no limit.
+        tenant: whose request it is, by its API key.
         text, token_ids, prompt_token_ids: what the response carries.
         The rest as in the public request.
     """
@@ -110,6 +122,9 @@ class Request:
     top_p: float
     min_p: float
     seed: int
+    n: int
+    best_of: int
+    beam: BeamParams | None
     max_tokens: int | None
     min_tokens: int
     ignore_eos: bool
@@ -123,6 +138,13 @@ class Request:
     skip_special_tokens: bool
     bypass_prefix_cache: bool
     cache_salt: str
+    shared_salt: str
+    tenant: str
+
+    @property
+    def ranks_candidates(self) -> bool:
+        """Whether the choices are the best of more candidates; nothing is sent before all have ended then."""
+        return self.best_of > self.n
 
     @property
     def operation(self) -> str:
@@ -142,24 +164,29 @@ class Request:
             ignore_eos=self.ignore_eos,
             eos_token_ids=tuple(eos_token_ids),
             stop_token_ids=self.stop_token_ids,
+            logprobs=self.ranks_candidates,
         )
 
 
-def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[], int]) -> Request:
-    """The request with every default filled in.
+def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[], int], *, tenant: str = "") -> Request:
+    """The request of a tenant with every default filled in.
 
     Raises:
         UnsupportedField: a field this version does not support is set.
         InvalidArgument: a field is out of its limits.
         NotFound: no such model or adapter.
+        PermissionDenied: another tenant is named.
     """
     num_bytes = message.ByteSize()
     if num_bytes > limits.max_request_bytes:
         raise InvalidArgument(PROMPT_FIELD, f"the request has {num_bytes} bytes; at most {limits.max_request_bytes}")
     _refuse_unsupported(message)
+    _refuse_idle_beside_beams(message)
     sampling, stopping, response = message.sampling, message.stopping, message.response
-    seed = sampling.seed if sampling.HasField("seed") else draw_seed()
+    seed = sampling.seed if sampling.HasField("seed") or message.HasField("beam_search") else draw_seed()
     assert 0 <= seed < SEED_LIMIT
+    n, temperature = _n(sampling), _temperature(sampling)
+    beam = _beam(message.beam_search, n) if message.HasField("beam_search") else None
     tier = message.tier or limits.default_tier
     return Request(
         label=_label(message.request_id),
@@ -168,11 +195,14 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
         tier=tier,
         tier_rank=_tier_rank(tier, limits),
         adapter=_adapter(message.adapter, limits),
-        temperature=_temperature(sampling),
+        temperature=temperature,
         top_k=sampling.top_k,
         top_p=_top_p(sampling),
         min_p=_min_p(sampling),
         seed=seed,
+        n=n,
+        best_of=n if beam is not None else _best_of(sampling, n, temperature),
+        beam=beam,
         max_tokens=_max_tokens(stopping, limits),
         min_tokens=_min_tokens(stopping, limits),
         ignore_eos=stopping.ignore_eos,
@@ -185,7 +215,9 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
         prompt_token_ids=response.prompt_token_ids,
         skip_special_tokens=_switch(response, "skip_special_tokens"),
         bypass_prefix_cache=message.cache.bypass_prefix_cache,
-        cache_salt=_cache_salt(message.cache.cache_salt),
+        cache_salt=_salt("cache.cache_salt", message.cache.cache_salt),
+        shared_salt=_salt("cache.shared_salt", message.cache.shared_salt),
+        tenant=_tenant(message.tenant, tenant),
     )
 
 
@@ -211,37 +243,67 @@ def fit(request: Request, num_prompt_tokens: int, limits: Limits) -> int:
             f"{request.max_tokens} output tokens after {num_prompt_tokens} prompt tokens exceed the context of "
             f"{limits.max_context}; at most {room} fit",
         )
-    max_tokens = request.max_tokens or min(room, max(1, _room_in_pool(num_prompt_tokens, limits)))
-    _check_pools(num_prompt_tokens, max_tokens, limits)
+    max_tokens = request.max_tokens or min(room, max(1, _room_in_pool(request, num_prompt_tokens, limits)))
+    _check_pools(request, num_prompt_tokens, max_tokens, limits)
     if request.min_tokens > max_tokens:
         raise InvalidArgument("stopping.min_tokens", f"{request.min_tokens} is above max_tokens, {max_tokens}")
     return max_tokens
 
 
-def _room_in_pool(num_prompt_tokens: int, limits: Limits) -> int:
-    """Output tokens that the largest decode pool can hold; the last one's KV is never stored."""
-    return limits.num_decode_blocks * limits.block_size - num_prompt_tokens + 1
+def num_decode_blocks(request: Request, num_prompt_tokens: int, max_tokens: int, block_size: int) -> int:
+    """Blocks that the request must find at once in a decode pool; the KV of a last token is never stored.
+
+    One choice must fit alone, since choices are preempted one by one. Beams must fit together: they share the full
+    blocks of the prompt, and nothing beyond in the worst case.
+    """
+    width = 1 if request.beam is None else request.beam.width
+    num_shared = num_prompt_tokens // block_size
+    num_in_all = -(-(num_prompt_tokens + max_tokens - 1) // block_size)
+    return num_shared + width * (num_in_all - num_shared)
 
 
-def _check_pools(num_prompt_tokens: int, max_tokens: int, limits: Limits) -> None:
-    pools = [("decode", num_prompt_tokens + max_tokens - 1, limits.num_decode_blocks)]
+def _room_in_pool(request: Request, num_prompt_tokens: int, limits: Limits) -> int:
+    """Output tokens that the largest decode pool, or the quota in it, can hold; the last one's KV is never stored."""
+    width = 1 if request.beam is None else request.beam.width
+    num_shared = num_prompt_tokens // limits.block_size
+    num_usable = limits.num_decode_blocks if limits.num_quota_decode_blocks is None else limits.num_quota_decode_blocks
+    num_blocks = num_shared + (num_usable - num_shared) // width
+    return num_blocks * limits.block_size - num_prompt_tokens + 1
+
+
+def _check_pools(request: Request, num_prompt_tokens: int, max_tokens: int, limits: Limits) -> None:
+    num_last = num_prompt_tokens + max_tokens - 1
+    what = f"{num_last} tokens" if request.beam is None else f"{request.beam.width} beams of up to {num_last} tokens"
+    needed = num_decode_blocks(request, num_prompt_tokens, max_tokens, limits.block_size)
+    _check_pool("decode", needed, what, limits.num_decode_blocks)
+    _check_quota("decode", request.tenant, needed, what, limits.num_quota_decode_blocks)
     if limits.num_prefill_blocks:
-        pools.append(("prefill", num_prompt_tokens, limits.num_prefill_blocks))
-    for role, num_tokens, num_blocks in pools:
-        needed = -(-num_tokens // limits.block_size)
-        if needed > num_blocks:
-            raise ResourceExhausted(
-                f"the request needs {needed} KV blocks ({num_tokens} tokens); "
-                f"the whole pool of a {role} worker has {num_blocks}, so it can never run"
-            )
+        needed = -(-num_prompt_tokens // limits.block_size)
+        _check_pool("prefill", needed, f"{num_prompt_tokens} tokens", limits.num_prefill_blocks)
+        what = f"{num_prompt_tokens} tokens"
+        _check_quota("prefill", request.tenant, needed, what, limits.num_quota_prefill_blocks)
+
+
+def _check_pool(role: str, num_needed: int, what: str, num_blocks: int) -> None:
+    if num_needed > num_blocks:
+        raise ResourceExhausted(
+            f"the request needs {num_needed} KV blocks ({what}); "
+            f"the whole pool of a {role} worker has {num_blocks}, so it can never run"
+        )
+
+
+def _check_quota(role: str, tenant: str, num_needed: int, what: str, num_blocks: int | None) -> None:
+    if num_blocks is not None and num_needed > num_blocks:
+        raise ResourceExhausted(
+            f"the request needs {num_needed} KV blocks ({what}); "
+            f"the quota of tenant {tenant!r} on a {role} worker is {num_blocks}, so it can never run"
+        )
 
 
 # --- fields this version does not support: name → whether it is set to something that would change the output ---
 
 UNSUPPORTED_FIELDS: Mapping[str, Callable[[pb.GenerateRequest], bool]] = MappingProxyType(
     {
-        "sampling.n": lambda m: m.sampling.HasField("n") and m.sampling.n != 1,
-        "sampling.best_of": lambda m: m.sampling.HasField("best_of") and m.sampling.best_of != 1,
         "sampling.presence_penalty": lambda m: m.sampling.presence_penalty != 0,
         "sampling.frequency_penalty": lambda m: m.sampling.frequency_penalty != 0,
         "sampling.repetition_penalty": lambda m: (
@@ -260,9 +322,7 @@ UNSUPPORTED_FIELDS: Mapping[str, Callable[[pb.GenerateRequest], bool]] = Mapping
         "choice": lambda m: m.HasField("choice"),
         "grammar": lambda m: m.HasField("grammar"),
         "structural_tag": lambda m: m.HasField("structural_tag"),
-        "beam_search": lambda m: m.HasField("beam_search"),
         "truncate_prompt_tokens": lambda m: m.HasField("truncate_prompt_tokens"),
-        "tenant": lambda m: bool(m.tenant),
         "session_id": lambda m: bool(m.session_id),
     }
 )
@@ -272,6 +332,31 @@ def _refuse_unsupported(message: pb.GenerateRequest) -> None:
     for name, is_set in UNSUPPORTED_FIELDS.items():
         if is_set(message):
             raise UnsupportedField(name)
+
+
+# --- fields that would do nothing in a beam search: name → whether it is set to something not neutral ---
+
+IDLE_BESIDE_BEAMS: Mapping[str, Callable[[pb.GenerateRequest], bool]] = MappingProxyType(
+    {
+        # 0 asks for no noise, which a beam search has none of.
+        "sampling.temperature": lambda m: m.sampling.HasField("temperature") and m.sampling.temperature not in (0, 1),
+        "sampling.top_p": lambda m: m.sampling.HasField("top_p") and m.sampling.top_p != 1,
+        "sampling.top_k": lambda m: m.sampling.top_k != 0,
+        "sampling.min_p": lambda m: m.sampling.min_p != 0,
+        "sampling.seed": lambda m: m.sampling.HasField("seed"),
+        "sampling.best_of": lambda m: m.sampling.HasField("best_of") and m.sampling.best_of != (m.sampling.n or 1),
+        "stopping.stop": lambda m: bool(m.stopping.stop),
+        "stopping.min_tokens": lambda m: m.stopping.min_tokens != 0,
+    }
+)
+
+
+def _refuse_idle_beside_beams(message: pb.GenerateRequest) -> None:
+    if not message.HasField("beam_search"):
+        return
+    for name, is_set in IDLE_BESIDE_BEAMS.items():
+        if is_set(message):
+            raise InvalidArgument(name, "cannot be combined with beam_search, in which it has no effect")
 
 
 # --- one field each ---
@@ -296,6 +381,12 @@ def _adapter(name: str, limits: Limits) -> str:
         known = ", ".join(limits.adapters) or "none"
         raise NotFound(f"adapter: there is no adapter {name!r}; known adapters: {known}", field="adapter")
     return name
+
+
+def _tenant(named: str, tenant: str) -> str:
+    if named and named != tenant:
+        raise PermissionDenied(f"tenant: this API key is tenant {tenant!r}'s, not {named!r}'s", field="tenant")
+    return tenant
 
 
 def _tier_rank(tier: str, limits: Limits) -> int:
@@ -375,6 +466,37 @@ def _min_p(sampling: pb.SamplingOptions) -> float:
     return value
 
 
+def _n(sampling: pb.SamplingOptions) -> int:
+    n = sampling.n if sampling.HasField("n") else 1
+    if not 1 <= n <= MAX_CHOICES:
+        raise InvalidArgument("sampling.n", f"{n} is not between 1 and {MAX_CHOICES}")
+    return n
+
+
+def _best_of(sampling: pb.SamplingOptions, n: int, temperature: float) -> int:
+    best_of = sampling.best_of if sampling.HasField("best_of") else n
+    if not n <= best_of <= MAX_CHOICES:
+        raise InvalidArgument("sampling.best_of", f"{best_of} is not between n, {n}, and {MAX_CHOICES}")
+    if best_of > 1 and temperature < GREEDY_BELOW_TEMPERATURE:
+        name = "n" if n > 1 else "best_of"
+        raise InvalidArgument(f"sampling.{name}", f"{name} > 1 with temperature 0 gives {name} equal choices")
+    return best_of
+
+
+def _beam(beam: pb.BeamSearch, n: int) -> BeamParams:
+    if not 1 <= beam.width <= MAX_BEAM_WIDTH:
+        raise InvalidArgument("beam_search.width", f"{beam.width} is not between 1 and {MAX_BEAM_WIDTH}")
+    if n > beam.width:
+        raise InvalidArgument("sampling.n", f"{n} is above beam_search.width, {beam.width}")
+    length_penalty = _finite("beam_search.length_penalty", beam.length_penalty)
+    return BeamParams(
+        width=beam.width,
+        length_penalty=length_penalty if beam.HasField("length_penalty") else 1.0,
+        early_stopping=beam.early_stopping,
+        num_returned=n,
+    )
+
+
 def _max_tokens(stopping: pb.StoppingOptions, limits: Limits) -> int | None:
     if not stopping.HasField("max_tokens"):
         return None
@@ -423,8 +545,8 @@ def _time_limit_s(stopping: pb.StoppingOptions) -> float | None:
     return value
 
 
-def _cache_salt(salt: str) -> str:
+def _salt(field: str, salt: str) -> str:
     num_bytes = len(salt.encode())
     if num_bytes > MAX_CACHE_SALT_BYTES:
-        raise InvalidArgument("cache.cache_salt", f"has {num_bytes} bytes; at most {MAX_CACHE_SALT_BYTES}")
+        raise InvalidArgument(field, f"has {num_bytes} bytes; at most {MAX_CACHE_SALT_BYTES}")
     return salt

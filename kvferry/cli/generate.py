@@ -10,7 +10,15 @@ from typing import Annotated
 import typer
 
 from kvferry.cli.console import write, write_error, write_json
-from kvferry.cli.options import ConfigOption, SetOption, TargetOption, configuration, target_of
+from kvferry.cli.options import (
+    ApiKeyOption,
+    ConfigOption,
+    RouterTarget,
+    SetOption,
+    TargetOption,
+    configuration,
+    router_of,
+)
 from kvferry.cli.router import connected
 from kvferry.client import ChatMessage, Client, Completion, GenerateOptions, Prompt
 from kvferry.config import Config
@@ -62,6 +70,7 @@ def generate(
         str | None, typer.Option("--prompt-token-ids", metavar="1,2,3", help="Token ids instead of text.")
     ] = None,
     target: TargetOption = None,
+    api_key: ApiKeyOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole response as one JSON object.")] = False,
     max_tokens: MaxTokens = None,
     min_tokens: Annotated[int | None, typer.Option("--min-tokens", help="No end before this many tokens.")] = None,
@@ -71,12 +80,31 @@ def generate(
     min_p: MinP = None,
     seed: Seed = None,
     n: Annotated[int | None, typer.Option("--n", help="Number of choices.")] = None,
+    best_of: Annotated[
+        int | None, typer.Option("--best-of", help="Number of candidates, of which the best n are shown at the end.")
+    ] = None,
+    beam_width: Annotated[
+        int | None, typer.Option("--beam-width", help="Beam search with this many beams; --n of them are shown.")
+    ] = None,
+    length_penalty: Annotated[
+        float | None, typer.Option("--length-penalty", help="Of the beam search; above 0 prefers longer output.")
+    ] = None,
+    early_stopping: Annotated[
+        bool, typer.Option("--early-stopping", help="End the beam search once enough beams are complete.")
+    ] = False,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends the output; repeatable.")] = None,
     stop_token_ids: Annotated[
         str | None, typer.Option("--stop-token-ids", metavar="1,2,3", help="Ids that end the output.")
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of the sequence.")] = False,
     tier: Tier = "",
+    cache_salt: Annotated[str, typer.Option("--cache-salt", help="Shares the prefix cache with this salt only.")] = "",
+    shared_salt: Annotated[
+        str, typer.Option("--shared-salt", help="Shares the prefix cache with all tenants that set this salt.")
+    ] = "",
+    bypass_prefix_cache: Annotated[
+        bool, typer.Option("--bypass-prefix-cache", help="Neither read nor fill the prefix cache.")
+    ] = False,
     model: Annotated[str, typer.Option("--model", help="Name of the model; the served one.")] = "",
     request_id: Annotated[str, typer.Option("--request-id", help="Label in the server's logs.")] = "",
     timeout_s: Timeout = None,
@@ -86,7 +114,7 @@ def generate(
     """Continues a prompt and streams the text."""
     effective = configuration(config, settings)
     options = GenerateOptions(
-        prompt=_prompt(prompt, prompt_token_ids),
+        prompt=prompt_of(prompt, prompt_token_ids),
         model=model,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -96,19 +124,27 @@ def generate(
         min_p=min_p,
         seed=seed,
         n=n,
+        best_of=best_of,
+        beam_width=beam_width,
+        length_penalty=length_penalty,
+        early_stopping=True if early_stopping else None,
         stop=stop or (),
         stop_token_ids=_ids("--stop-token-ids", stop_token_ids) if stop_token_ids is not None else (),
         ignore_eos=True if ignore_eos else None,
         tier=tier,
+        cache_salt=cache_salt,
+        shared_salt=shared_salt,
+        bypass_prefix_cache=True if bypass_prefix_cache else None,
         request_id=request_id,
     )
-    completion = run(_generate(target_of(target, effective), effective, options, timeout_s, is_quiet=as_json))
+    completion = run(_generate(router_of(target, api_key, effective), effective, options, timeout_s, is_quiet=as_json))
     if as_json:
         write_json(completion_json(completion))
 
 
 def chat(
     target: TargetOption = None,
+    api_key: ApiKeyOption = None,
     system: Annotated[str | None, typer.Option("--system", help="What the assistant is told first.")] = None,
     max_tokens: MaxTokens = None,
     temperature: ChatTemperature = CHAT_TEMPERATURE,
@@ -123,7 +159,7 @@ def chat(
     A turn that fails is told and dropped; the conversation goes on.
     """
     effective = configuration(config, settings)
-    address = target_of(target, effective)
+    router = router_of(target, api_key, effective)
     messages = [ChatMessage("system", system)] if system else []
     _accept_any_bytes()
     while line := _read_line():
@@ -132,7 +168,7 @@ def chat(
             prompt=messages, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, tier=tier
         )
         try:
-            answer = run(_generate(address, effective, options, None, is_quiet=False))
+            answer = run(_generate(router, effective, options, None, is_quiet=False))
         except KeyboardInterrupt:  # ends this answer, not the conversation
             messages.pop()
             continue
@@ -160,6 +196,7 @@ def completion_json(completion: Completion) -> dict[str, object]:
                 "finish_reason": choice.finish.kind.value if choice.finish else None,
                 "stop_token_id": choice.finish.token_id if choice.finish else None,
                 "stop_string": choice.finish.stop_string if choice.finish else None,
+                "cumulative_logprob": choice.cumulative_logprob,
             }
             for choice in completion.choices
         ],
@@ -200,10 +237,12 @@ def _deadline_passed(error: DeadlineExceeded, timeout_s: float | None, completio
 
 
 async def _generate(
-    target: str, config: Config, options: GenerateOptions, timeout_s: float | None, *, is_quiet: bool
+    router: RouterTarget, config: Config, options: GenerateOptions, timeout_s: float | None, *, is_quiet: bool
 ) -> Completion:
     options.to_pb()  # what can never be sent is refused before a router is needed
-    async with connected(target, config.telemetry) as client:
+    async with connected(router, config.telemetry) as client:
+        if not is_quiet and (options.n or 1) > 1:
+            write("--- choice 0\n")
         completion = await stream_answer(client, options, timeout_s, is_quiet=is_quiet)
     if not is_quiet:
         for choice in completion.choices[1:]:
@@ -211,7 +250,8 @@ async def _generate(
     return completion
 
 
-def _prompt(text: str | None, token_ids: str | None) -> Prompt:
+def prompt_of(text: str | None, token_ids: str | None) -> Prompt:
+    """Text, standard input for `-`, or ids; exactly one source must be given."""
     if (text is None) == (token_ids is None):
         raise typer.BadParameter("give either PROMPT or --prompt-token-ids")
     if token_ids is not None:

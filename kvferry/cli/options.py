@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,15 @@ DtypeOption = Annotated[str | None, typer.Option("--dtype", help="float32 or bfl
 TargetOption = Annotated[
     str | None, typer.Option("--target", metavar="HOST:PORT", help="Router; router.grpc_listen of the configuration.")
 ]
+ApiKeyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        metavar="KEY",
+        help="Says who calls, where the router knows tenants; client.api_key of the configuration "
+        "(KVFERRY_CLIENT__API_KEY), which other users of this machine cannot see.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 Overrides = dict[str, dict[str, object]]
@@ -46,6 +56,21 @@ def configuration(path: Path | None, settings: Sequence[str] | None, flags: Over
         if given:
             overrides.setdefault(section, {}).update(given)
     return load_config(path, overrides)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterTarget:
+    """Where a command's router is, and as whom it is called."""
+
+    address: str
+    api_key: str | None = field(default=None, repr=False)
+
+
+def router_of(target: str | None, api_key: str | None, config: Config) -> RouterTarget:
+    """Flags win over the configuration; raises InvalidArgument when the address is not host:port."""
+    configured = config.client.api_key
+    key = api_key if api_key is not None or configured is None else configured.get_secret_value()
+    return RouterTarget(target_of(target, config), key)
 
 
 def target_of(target: str | None, config: Config) -> str:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from kvferry.cli.options import RouterTarget
 from kvferry.client import Client
 from kvferry.config import TelemetryConfig
 from kvferry.errors import Unavailable
@@ -15,20 +16,20 @@ CONNECT_TIMEOUT_S = 3.0
 
 
 @asynccontextmanager
-async def connected(target: str, traces: TelemetryConfig | None = None) -> AsyncIterator[Client]:
-    """A client of the router at `target` (host:port); raises Unavailable at once when nobody listens there.
+async def connected(router: RouterTarget, traces: TelemetryConfig | None = None) -> AsyncIterator[Client]:
+    """A client of the router; raises Unavailable at once when nobody listens there.
 
     Where `traces` names a collector, the client's spans are the roots of its requests' traces.
     """
-    await _check_listens(target)
+    await _check_listens(router.address)
     if traces is None or traces.otlp_endpoint is None:
-        async with Client(target) as client:
+        async with Client(router.address, api_key=router.api_key) as client:
             yield client
         return
     configure_logging(traces, "client", "cli")
     telemetry = start_telemetry(traces, "client", "cli")
     try:
-        async with Client(target, tracer=telemetry.tracer) as client:
+        async with Client(router.address, tracer=telemetry.tracer, api_key=router.api_key) as client:
             yield client
     finally:
         await telemetry.shutdown()

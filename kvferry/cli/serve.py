@@ -19,7 +19,7 @@ from kvferry.cli.options import (
     SetOption,
     configuration,
 )
-from kvferry.config import Config, child_environment, to_toml
+from kvferry.config import Config, child_environment, to_toml, write_private
 from kvferry.errors import InvalidArgument
 from kvferry.host import num_cores
 from kvferry.model_store import ModelStore
@@ -36,6 +36,9 @@ AdvertiseOption = Annotated[
     str | None, typer.Option("--advertise", metavar="HOST:PORT", help="Where peers reach it, if not where it listens.")
 ]
 AddressesOption = Annotated[str | None, typer.Option(metavar="HOST:PORT,…", help="Workers the router sends to.")]
+
+PIPE_BYTES = 1 << 16
+"""What a pipe holds while nobody reads it."""
 
 
 def register(app: typer.Typer) -> None:
@@ -105,6 +108,7 @@ def show_config(
     output: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="Write to this file, which may be the one read.")
     ] = None,
+    show_keys: Annotated[bool, typer.Option("--show-keys", help="Write API keys, too; otherwise hidden.")] = False,
     model: ModelOption = None,
     dtype: DtypeOption = None,
     config: ConfigOption = None,
@@ -112,21 +116,28 @@ def show_config(
 ) -> None:
     """Prints the effective configuration as TOML: flags over environment over file over defaults."""
     effective = configuration(config, settings, _model(model, dtype))
-    text = to_toml(effective)
+    if output is not None and effective.has_keys and not show_keys:
+        raise InvalidArgument(
+            "--output", "the configuration holds API keys, which the file would lose; add --show-keys"
+        )
+    text = to_toml(effective, show_keys=show_keys)
     if effective.engine.num_blocks is None and effective.engine.kv_memory_bytes is None:
         text += f"\n# engine.kv_memory_bytes would be {effective.engine.pool_bytes()} for one engine on this machine\n"
     if output is None:
         write(text)
     else:
-        _write_whole(output, text)
+        _write_whole(output, text, is_private=effective.has_keys)
 
 
-def _write_whole(file: Path, text: str) -> None:
+def _write_whole(file: Path, text: str, *, is_private: bool) -> None:
     """Replaces `file` at once, so that it is never empty or half written; raises InvalidArgument when it cannot be."""
     target = file.resolve()
     scratch = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        scratch.write_text(text, encoding="utf-8")
+        if is_private:
+            write_private(scratch, text)
+        else:
+            scratch.write_text(text, encoding="utf-8")
         scratch.replace(target)
     except OSError as error:
         scratch.unlink(missing_ok=True)
@@ -144,7 +155,7 @@ def _identity(worker_id: str | None, advertise: str | None) -> list[str]:
 def _worker(module: str, listen: str, arguments: Sequence[str], config: Config) -> NoReturn:
     check_can_listen(listen)  # at once, not after the model is fetched
     threads = config.engine.num_threads or num_cores()
-    effective = _prepared(config).replace("engine", num_threads=threads)
+    effective = _prepared(config.without_keys()).replace("engine", num_threads=threads)
     _become(module, effective, ["--listen", listen, *arguments], num_threads=threads)
 
 
@@ -158,10 +169,11 @@ def _prepared(config: Config) -> Config:
 
 def _become(module: str, config: Config, arguments: Sequence[str], num_threads: int) -> NoReturn:
     """Replaces this process by `python -m module`. The configuration goes through a pipe, so that no file is left."""
+    text = to_toml(config, show_keys=True).encode()
+    if len(text) >= PIPE_BYTES:
+        raise InvalidArgument("configuration", f"has {len(text)} bytes as TOML; at most {PIPE_BYTES - 1}")
     reader, writer = os.pipe()
     os.set_inheritable(reader, True)
-    text = to_toml(config).encode()
-    assert len(text) < 1 << 16, "a pipe holds 64 KiB while nobody reads it"
     os.write(writer, text)
     os.close(writer)
     command = [sys.executable, "-m", module, "--config", f"/dev/fd/{reader}", *arguments]

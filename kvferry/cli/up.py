@@ -106,7 +106,7 @@ async def _serve_until(
         else:
             _show_endpoints(endpoints)
         if demo:
-            await _demonstrate(endpoints)
+            await _demonstrate(endpoints, config)
         if not once:
             report("serving; Ctrl-C ends", "cluster_ready", grpc=endpoints.grpc, http=endpoints.http)
             await asyncio.Event().wait()  # until `_serve` cancels this
@@ -136,12 +136,12 @@ def _show_endpoints(endpoints: Endpoints) -> None:
     )
 
 
-async def _demonstrate(endpoints: Endpoints) -> None:
+async def _demonstrate(endpoints: Endpoints, config: Config) -> None:
     """Asks the sample question and shows where the time went."""
     write(f"\n> {DEMO_QUESTION}\n")
     prompt = [ChatMessage("user", DEMO_QUESTION)]
     options = GenerateOptions(prompt=prompt, temperature=0.0, max_tokens=DEMO_MAX_TOKENS)
-    async with Client(endpoints.grpc) as client:
+    async with Client(endpoints.grpc, api_key=config.own_key) as client:
         completion = await stream_answer(client, options)
     write("\n")
     write_table(timing_columns(completion))

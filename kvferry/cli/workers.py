@@ -7,7 +7,16 @@ from collections.abc import Sequence
 import typer
 
 from kvferry.cli.console import write_json, write_table
-from kvferry.cli.options import ConfigOption, JsonOption, SetOption, TargetOption, configuration, target_of
+from kvferry.cli.options import (
+    ApiKeyOption,
+    ConfigOption,
+    JsonOption,
+    RouterTarget,
+    SetOption,
+    TargetOption,
+    configuration,
+    router_of,
+)
 from kvferry.cli.router import connected
 from kvferry.rpc import run
 from proto.kvferry.v1 import inference_pb2
@@ -20,12 +29,13 @@ def register(app: typer.Typer) -> None:
 
 def workers(
     target: TargetOption = None,
+    api_key: ApiKeyOption = None,
     as_json: JsonOption = False,
     config: ConfigOption = None,
     settings: SetOption = None,
 ) -> None:
     """Lists the workers of a router and their state."""
-    found = run(_ask(target_of(target, configuration(config, settings))))
+    found = run(_ask(router_of(target, api_key, configuration(config, settings))))
     if as_json:
         write_json([worker_json(worker) for worker in found])
         return
@@ -47,6 +57,6 @@ def worker_json(worker: inference_pb2.WorkerInfo) -> dict[str, object]:
     return {field.name: getattr(worker, field.name) for field in worker.DESCRIPTOR.fields}
 
 
-async def _ask(target: str) -> Sequence[inference_pb2.WorkerInfo]:
-    async with connected(target) as client:
+async def _ask(router: RouterTarget) -> Sequence[inference_pb2.WorkerInfo]:
+    async with connected(router) as client:
         return await client.workers()

@@ -7,7 +7,7 @@ backend's streams. No client interceptors: they break cancellation and leak on l
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
@@ -51,15 +51,22 @@ class _Call(Protocol):
 class RpcChannel:
     """A channel to one peer. Calls made through it carry the trace and raise errors of `kvferry.errors`.
 
-    `parent=` is the context under whose span the call's span hangs; by default the running task's.
+    `headers` go with every call. `parent=` is the context under whose span the call's span hangs; by default the
+    running task's.
     """
 
     def __init__(
-        self, target: str, *, tracer: Tracer | None = None, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+        self,
+        target: str,
+        *,
+        tracer: Tracer | None = None,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self.target = target
         self.grpc = grpc.aio.insecure_channel(target, options=channel_options(max_message_bytes))
         self._tracer = tracer or NoOpTracer()
+        self._headers = dict(headers or {})
 
     async def __aenter__(self) -> Self:
         return self
@@ -123,7 +130,7 @@ class RpcChannel:
         if port.isdigit():
             attributes[Attributes.SERVER_PORT] = int(port)
         span = self._tracer.start_span(name, context=parent, kind=SpanKind.CLIENT, attributes=attributes)
-        carrier: dict[str, str] = {}
+        carrier = dict(self._headers)
         PROPAGATOR.inject(carrier, context=set_span_in_context(span))
         return span, grpc.aio.Metadata(*carrier.items())
 

@@ -71,7 +71,7 @@ class _OverwritesABlock:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._num_steps = 0
-        self.layout, self.num_blocks = runner.layout, runner.num_blocks
+        self.layout, self.num_blocks, self.window = runner.layout, runner.num_blocks, runner.window
         self.max_context, self.vocab_size = runner.max_context, runner.vocab_size
         self.block_view, self.copy_partial = runner.block_view, runner.copy_partial
 

@@ -274,7 +274,7 @@ MISFITS: dict[str, Callable[[PairRequest], list[SenderMessage]]] = {
     "3 tokens, 4 due": lambda request: [frame(request, 0, num_tokens=3)],
     "4 tokens, 2 due": lambda request: [frame(request, FULL_BLOCKS)],
     "block 0 again, which is verified": lambda request: [frame(request, 0), frame(request, 0)],
-    "2 tokens, this version takes 1": lambda request: [*rest_of(request), Commit(request.spec.id, (1, 2))],
+    "2 tokens for 1 choices": lambda request: [*rest_of(request), Commit(request.spec.id, (1, 2))],
     "token 7 ends the sequence": lambda request: [*rest_of(request), Commit(request.spec.id, (7,))],
 }
 

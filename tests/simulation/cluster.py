@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from engine.core import EngineCore, EngineLimits
+from engine.preemption import PreemptionPolicy
 from engine.scripted import ScriptedRunner
 from kvferry.sampling import Finish, FinishKind
 from router.lifecycle import RequestLifecycle
@@ -116,6 +117,8 @@ class Cluster:
             max_chunk_tokens=self._rng.choice((None, 3, 8)),
             num_watermark_blocks=self._rng.choice((0, 1, 2)),
             prefix_caching=self._rng.random() < 0.9,
+            num_swap_blocks=self._rng.choice((0, 0, 2, 8, 32)),
+            preemption=PreemptionPolicy(self._rng.choice(("recompute", "swap"))),
         )
 
     def _start(self, name: str) -> None:
@@ -137,7 +140,8 @@ class Cluster:
 
     def _draw_run(self, plan: RequestPlan) -> RequestRun:
         some_core = next(iter(self._workers.values())).core
-        self._oracle.expect(some_core.hash_root(cache_salt=plan.cache_salt), plan.all_tokens)
+        for token_ids in plan.all_tokens:
+            self._oracle.expect(some_core.hash_root(cache_salt=plan.cache_salt), token_ids)
         run = RequestRun(plan, self._router, self._network, self._membership, self._outages, self._parts.new_lifecycle)
         self.world.at(plan.arrival_ns, self._router.run, run.start)
         if plan.interruption is not None:
@@ -219,26 +223,28 @@ class Cluster:
 
     def _check_answer(self, run: RequestRun) -> None:
         plan, name = run.plan, run.plan.request_id
-        if run.outcome is None:
+        if not run.has_ended:
             raise InvariantViolation(f"{name} never ended")
         if run.ended_at_ns - plan.arrival_ns > TIME_LIMIT_NS:
             raise InvariantViolation(f"{name} took {(run.ended_at_ns - plan.arrival_ns) / MS:.0f} ms")
         if run.num_open_calls:
             raise InvariantViolation(f"{name} has {run.num_open_calls} calls left open")
-        if isinstance(run.outcome, Finish):
-            self._check_finish(run, run.outcome)
+        if run.error is None:
+            for choice, finish in run.finishes.items():
+                self._check_finish(run, choice, finish)
 
-    def _check_finish(self, run: RequestRun, finish: Finish) -> None:
+    def _check_finish(self, run: RequestRun, choice: int, finish: Finish) -> None:
         """Nothing missing, nothing too much, and the right reason."""
-        plan = run.plan
+        plan, received = run.plan.choices[choice], run.received[choice]
         if run.is_interrupted and finish.kind in (FinishKind.CANCELLED, FinishKind.DEADLINE):
             return  # what was emitted was compared as it came
         due, kind = plan.expected, plan.finish
         if plan.stop_after is not None:
             due, kind = plan.expected[: plan.stop_after], Finish(FinishKind.STOP_STRING, stop_string="stop")
-        if finish != kind or tuple(run.received) != due:
+        if finish != kind or tuple(received) != due:
             raise InvariantViolation(
-                f"{plan.request_id} finished with {finish} and {run.received}; right are {kind} and {list(due)}"
+                f"{run.plan.request_id}, choice {choice}, finished with {finish} and {received}; "
+                f"right are {kind} and {list(due)}"
             )
 
     def _check_quiet(self, worker: Worker) -> None:
@@ -260,12 +266,17 @@ class Cluster:
         for run in self._runs:
             counts["requests"] += 1
             counts["attempts"] += run.num_attempts
-            kind = run.outcome.kind.value if isinstance(run.outcome, Finish) else type(run.outcome).__name__
-            counts[f"ended: {kind}"] += 1
+            counts["choices"] += len(run.plan.choices)
+            if run.error is not None:
+                counts[f"ended: {type(run.error).__name__}"] += 1
+            for finish in run.finishes.values():
+                counts[f"ended: {finish.kind.value}"] += 1
         for worker in self._workers.values():
             stats = worker.core.stats()
             counts["steps"] += stats.num_steps
             counts["preemptions"] += stats.num_preemptions
+            counts["swaps"] += worker.core.memory.num_swap_preemptions
+            counts["blocks copied on write"] += worker.core.memory.num_blocks_copied
             counts["cached tokens"] += stats.num_cached_tokens
         counts["events"] += self.world.num_events
         counts["virtual ms"] += self.world.now_ns // MS

@@ -7,9 +7,11 @@ written any more, and only then has the engine free the blocks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import zip_longest
 
 from decode_svc.admission import DecodeAdmission, Reservation
 from engine.core import EngineCore
+from engine.forward_batch import SampledToken
 from engine.outputs import GrantMade, Output, SequenceCommitted, SequenceFailed, TokenSampled
 from engine.specs import sequence_from_spec
 from kvferry.errors import FailedPrecondition, KvferryError, NotFound, Unavailable
@@ -68,9 +70,15 @@ class DecodeHost:
             self._verified.add(block_index)
         return is_right
 
-    def commit(self, first_token_ids: tuple[int, ...], done: Callable[[CommitOutcome | KvferryError], None]) -> None:
+    def commit(
+        self,
+        first_token_ids: tuple[int, ...],
+        first_logprobs: tuple[float, ...],
+        done: Callable[[CommitOutcome | KvferryError], None],
+    ) -> None:
         self._check_open()
-        admission, seq_id, token_ids = self.worker.admission, self.seq_id, list(first_token_ids)
+        admission, seq_id = self.worker.admission, self.seq_id
+        first = [SampledToken(*one) for one in zip_longest(first_token_ids, first_logprobs)]
 
         def on_committed(result: object) -> None:
             assert isinstance(result, CommitOutcome | KvferryError)
@@ -78,7 +86,7 @@ class DecodeHost:
                 self._is_shipping = False
             done(result)
 
-        self._submit(lambda core: admission.commit(seq_id, token_ids), on_committed)
+        self._submit(lambda core: admission.commit(seq_id, first), on_committed)
 
     def release(self) -> None:
         """The shipment ended without a commit."""
@@ -169,11 +177,12 @@ class DecodeCall:
         self.host: DecodeHost | None = None
         self._registering: PendingCommand | None = None
         self._mailbox: list[Output] = []
+        self._choices: set[int] = set()  # that have not ended
         self._is_over = False
 
     def on_message(self, message: object) -> None:
         if isinstance(message, DecodeStop):
-            self._finish()
+            self._stop(message.choice)
         else:
             assert isinstance(message, DecodeStart)
             self._start(message)
@@ -188,8 +197,21 @@ class DecodeCall:
             world = self._worker.life.world
             self._worker.life.after(0 if world.happens(0.7) else world.below(2_000_000), self._report)
 
+    def _stop(self, choice: int) -> None:
+        assert self._spec is not None
+        seq_id = self._spec.id.seq_id
+        self._worker.engine.submit(lambda core: core.remove_choice(seq_id, choice))
+        self._end_choice(choice)
+
+    def _end_choice(self, choice: int) -> None:
+        """The call ends with its last choice."""
+        self._choices.discard(choice)
+        if not self._choices:
+            self._finish()
+
     def _start(self, start: DecodeStart) -> None:
         worker, spec = self._worker, start.spec
+        self._choices = set(range(spec.choice, spec.choice + spec.num_choices))
         seq_id = spec.id.seq_id
         if seq_id in worker.calls:
             self._finish(FailedPrecondition(f"attempt {seq_id} is registered already"))
@@ -215,7 +237,7 @@ class DecodeCall:
         self._end.send(Registered(self._spec.id.attempt, life.epoch, life.name))
 
     def _report(self) -> None:
-        """One message for all tokens that are there, as `DecodeReporter`."""
+        """One message for all tokens of a choice that are there, as `DecodeReporter`."""
         outputs, self._mailbox = self._mailbox, []
         tokens: list[TokenSampled] = []
         for output in outputs:
@@ -225,10 +247,8 @@ class DecodeCall:
                 tokens.append(output)
             else:
                 self._report_other(output, tokens)
-        if tokens and not self._is_over:
+        if not self._is_over:
             self._send(tokens)
-            if tokens[-1].finish is not None:
-                self._finish()
 
     def _report_other(self, output: Output, tokens: list[TokenSampled]) -> None:
         assert self._spec is not None
@@ -237,15 +257,25 @@ class DecodeCall:
             self.host.on_grant_made()
         elif isinstance(output, SequenceCommitted):
             self._end.send(Committed(self._spec.id.attempt))
+            self._choices &= set(output.choices)
         elif isinstance(output, SequenceFailed):
-            if tokens:
-                self._send(tokens)
-            self._finish(output.error)
+            self._send(tokens)
+            if not self._is_over:
+                self._finish(output.error)
 
     def _send(self, tokens: list[TokenSampled]) -> None:
+        by_choice: dict[int, list[TokenSampled]] = {}
+        for token in tokens:
+            by_choice.setdefault(token.choice, []).append(token)
+        for choice, own in by_choice.items():
+            self._send_choice(choice, own)
+
+    def _send_choice(self, choice: int, tokens: list[TokenSampled]) -> None:
         assert self._spec is not None
-        token_ids = tuple(token.token_id for token in tokens)
-        self._end.send(Tokens(self._spec.id.attempt, tokens[0].token_index, token_ids, tokens[-1].finish))
+        token_ids, finish = tuple(token.token_id for token in tokens), tokens[-1].finish
+        self._end.send(Tokens(self._spec.id.attempt, tokens[0].token_index, token_ids, finish, choice))
+        if finish is not None:
+            self._end_choice(choice)
 
     def _finish(self, error: KvferryError | None = None) -> None:
         self._end.close(error)

@@ -124,9 +124,8 @@ class EngineHost:
 
     def _step(self) -> tuple[list[Output], bool]:
         """What a step said, and whether it computed anything."""
-        num_steps = self.core.num_steps
         outputs = self.core.step() if self.core.has_work else []
-        return outputs, self.core.num_steps > num_steps
+        return outputs, not self.core.is_blocked
 
     def _step_and_end_turn(self, outputs: list[Output]) -> None:
         self._end_turn(outputs, *self._step())

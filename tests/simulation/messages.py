@@ -18,9 +18,10 @@ class DecodeStart:
 
 @dataclass(frozen=True, slots=True)
 class DecodeStop:
-    """No more tokens are wanted."""
+    """No more tokens of a choice are wanted."""
 
     num_wanted_tokens: int
+    choice: int
 
 
 @dataclass(frozen=True, slots=True)

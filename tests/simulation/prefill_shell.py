@@ -20,7 +20,7 @@ from prefill_svc.task import (
     PrefillTask,
     ReportDone,
     ReportFirstToken,
-    ShipFirstToken,
+    ShipFirstTokens,
     ShipTokens,
     TaskAction,
 )
@@ -45,7 +45,7 @@ class PrefillCall:
         self._shipment: Shipment | None = None
         self._adding: PendingCommand | None = None
         self._block_ids: list[int] = []
-        self._first_token: int | None = None
+        self._first_tokens: ShipFirstTokens | None = None
         self._is_over = False
 
     def on_message(self, message: object) -> None:
@@ -55,7 +55,9 @@ class PrefillCall:
         has_target = target is not None
         sequence = sequence_from_spec(spec, worker.core, arrival=worker.next_arrival(), hold_after_prefill=has_target)
         self._sequence = sequence
-        self._task = PrefillTask(has_target=has_target, received_ns=worker.life.world.now_ns)
+        self._task = PrefillTask(
+            has_target=has_target, received_ns=worker.life.world.now_ns, num_choices=spec.num_choices
+        )
         worker.calls[spec.id.seq_id] = self
         self._adding = worker.engine.submit(lambda core: core.add(sequence), self._on_added)
 
@@ -99,14 +101,15 @@ class PrefillCall:
             case ShipTokens(num_computed_tokens=num_tokens):
                 if self._shipment is not None:
                     self._shipment.on_tokens_computed(num_tokens)
-            case ShipFirstToken(token_id=token_id):
-                self._first_token = token_id
+            case ShipFirstTokens():
+                self._first_tokens = action
                 if self._shipment is not None:
-                    self._shipment.on_first_token(token_id)
+                    self._shipment.on_first_tokens(action.token_ids, action.logprobs)
             case CancelShipment():
                 pass  # the call ends with the next action, and the shipment with it
             case ReportFirstToken():
-                self._end.send(FirstToken(attempt, action.token_index, action.token_id, action.finish))
+                first = FirstToken(attempt, action.token_index, action.token_id, action.finish, action.choice)
+                self._end.send(first)
             case ReportDone():
                 self._end.send(PrefillDone(attempt))
                 self._leave()
@@ -136,8 +139,8 @@ class PrefillCall:
         assert self._task is not None
         assert self._shipment is not None
         self._shipment.on_tokens_computed(self._task.num_computed_tokens)
-        if self._first_token is not None:
-            self._shipment.on_first_token(self._first_token)
+        if self._first_tokens is not None:
+            self._shipment.on_first_tokens(self._first_tokens.token_ids, self._first_tokens.logprobs)
 
     def _offer(self, target: ShipTo) -> Offer:
         assert self._spec is not None

@@ -38,7 +38,10 @@ class ReceiptHost(Protocol):
     def verify(self, block_index: int, digest: bytes) -> bool: ...
 
     def commit(
-        self, first_token_ids: tuple[int, ...], done: Callable[[CommitOutcome | KvferryError], None]
+        self,
+        first_token_ids: tuple[int, ...],
+        first_logprobs: tuple[float, ...],
+        done: Callable[[CommitOutcome | KvferryError], None],
     ) -> None: ...
 
     def release(self) -> None: ...
@@ -82,8 +85,8 @@ class ShipReceipt:
                 self._touch_block(action)
             case RequestGrant(offer=offer):
                 self._request_grant(offer)
-            case CommitSequence(first_token_ids=first_token_ids):
-                self._commit(first_token_ids)
+            case CommitSequence():
+                self._commit(action)
             case SendWant(block_indices=block_indices):
                 self._end.send(Want(block_indices))
             case SendNack(block_index=block_index):
@@ -124,10 +127,10 @@ class ShipReceipt:
         else:
             self._perform(self._receiver.on_granted(result.wanted))
 
-    def _commit(self, first_token_ids: tuple[int, ...]) -> None:
+    def _commit(self, action: CommitSequence) -> None:
         assert self._host is not None, "a grant came first"
         try:
-            self._host.commit(first_token_ids, self._on_committed)
+            self._host.commit(action.first_token_ids, action.first_logprobs, self._on_committed)
         except KvferryError as error:
             self._perform(self._receiver.on_refused(error))
 

@@ -1,10 +1,12 @@
-"""The router: one real `RequestLifecycle` a request, in a shell like `router/run.py`, and what the client sees of it.
+"""The router: real `RequestLifecycle`s in a shell like `router/run.py`, and what the client sees of a request.
 
-What workers send becomes an event a little later, so events of an attempt may arrive after it was given up.
+A request has one lifecycle, or after a split one for each choice that is not over. What workers send becomes an event a
+little later, so events of an attempt may arrive after it was given up.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 from kvferry.errors import Cancelled, FailedPrecondition, KvferryError, NotFound, Unavailable
@@ -18,6 +20,7 @@ from router.events import (
     ChooseWorkers,
     ClientGone,
     Committed,
+    DecodeEnded,
     DecodeFailed,
     Emit,
     Event,
@@ -31,6 +34,8 @@ from router.events import (
     PrefillFailed,
     Registered,
     SendStop,
+    SplitChoice,
+    SplitChoices,
     StopFound,
     TimeLimit,
     Tokens,
@@ -85,23 +90,32 @@ class Outages:
 class WorkerCall:
     """One call of an attempt: messages become events; an end before the finish is told as a failure."""
 
-    def __init__(self, run: RequestRun, attempt: int, failed: Callable[[int, KvferryError], Event]) -> None:
+    def __init__(self, run: LifecycleRun, attempt: int, failed: Callable[[int, KvferryError], Event]) -> None:
         self.end: End | None = None
         self._run = run
         self._attempt = attempt
         self._failed = failed
-        self._is_finished = False
+        self._has_finish = False  # of one choice, or of prefill
+        self._is_stopped = False
 
     def on_message(self, message: object) -> None:
         assert isinstance(message, Registered | FirstToken | PrefillDone | Committed | Tokens)
         if isinstance(message, PrefillDone) or (isinstance(message, Tokens) and message.finish is not None):
-            self._is_finished = True
+            self._has_finish = True
         self._run.post(message)
 
     def on_end(self, error: KvferryError | None) -> None:
         self._run.forget(self)
-        if error is not None or not self._is_finished:
+        if error is not None or not (self._has_finish or self._is_stopped):
             self._run.post(self._failed(self._attempt, error or Unavailable("ended before its finish")))
+        elif self._failed is DecodeFailed:
+            self._run.post(DecodeEnded(self._attempt))
+
+    def stop(self, action: SendStop) -> None:
+        """Asks decode to end a choice."""
+        assert self.end is not None
+        self._is_stopped = True
+        self.end.send(DecodeStop(action.num_wanted_tokens, action.choice))
 
     def cancel(self) -> None:
         """Ends the call; no event follows."""
@@ -111,11 +125,12 @@ class WorkerCall:
 
 
 class RequestRun:
-    """One request from its arrival to its end, with all its calls and everything its client got.
+    """One request from its arrival to its end, and everything its client got.
 
     Attributes:
-        received: output tokens the client got.
-        outcome: how it ended; None while it has not.
+        received: output tokens the client got, by choice.
+        finishes: how choices ended.
+        error: how the request ended, if not well.
         ended_at_ns: when.
     """
 
@@ -129,45 +144,169 @@ class RequestRun:
         new_lifecycle: NewLifecycle,
     ) -> None:
         self.plan = plan
-        self.received: list[int] = []
-        self.outcome: Finish | KvferryError | None = None
+        self.life = life
+        self.network = network
+        self.membership = membership
+        self.outages = outages
+        self.new_lifecycle = new_lifecycle
+        self.attempts = itertools.count(1)
+        self.started_at_ns: dict[int, int] = {}  # by attempt
+        self.received: list[list[int]] = [[] for _ in plan.choices]
+        self.finishes: dict[int, Finish] = {}
+        self.error: KvferryError | None = None
         self.ended_at_ns = 0
         self.is_interrupted = False
-        self._life = life
         self._world = life.world
-        self._network = network
-        self._membership = membership
-        self._outages = outages
-        self._started_at_ns: dict[int, int] = {}  # by attempt
-        self._local_prefill = not membership.prefill
-        self._lifecycle = new_lifecycle(plan.prompt, plan.sampling.max_tokens, local_prefill=self._local_prefill)
-        self._calls: dict[WorkerCall, None] = {}
-        self._prefill: dict[int, WorkerCall] = {}  # by attempt
-        self._decode: dict[int, WorkerCall] = {}
+        self._parts: list[LifecycleRun] = []
         self._clear_at_ns = 0
-        self._is_stop_told = False
+        self._stops_told: set[int] = set()
+
+    @property
+    def has_ended(self) -> bool:
+        return self.error is not None or len(self.finishes) == len(self.plan.choices)
+
+    @property
+    def num_open_calls(self) -> int:
+        return sum(part.num_open_calls for part in self._parts)
+
+    @property
+    def num_attempts(self) -> int:
+        return len(self.started_at_ns)
 
     def start(self) -> None:
         """The client asks."""
-        self._perform(self._lifecycle.start())
+        self._parts.append(LifecycleRun(self))
+        self._parts[0].start()
+
+    def split(self, choices: tuple[SplitChoice, ...], history: list[int]) -> None:
+        """Each of these goes on by itself."""
+        self._world.counts["splits"] += 1
+        parts = [LifecycleRun(self, choice, history) for choice in choices]
+        self._parts += parts
+        for part in parts:
+            part.start()
 
     def interrupt(self) -> None:
         """The client cancels, or somebody cuts the request short."""
-        if self.outcome is not None:
+        if self.has_ended:
             return
         self.is_interrupted = True
         match self.plan.interruption:
             case Interruption.CLIENT_GONE:
-                self._handle(ClientGone(Cancelled("the client left")))
+                self._tell_all(ClientGone(Cancelled("the client left")))
             case Interruption.ABORT:
-                self._handle(Abort())
+                self._tell_all(Abort())
             case Interruption.TIME_LIMIT:
-                self._handle(TimeLimit())
+                self._tell_all(TimeLimit())
+
+    def when_clear(self, call: Callable[[Event], None], event: Event) -> None:
+        """Has an event from a worker handled a little later, in the order of arrival."""
+        self._clear_at_ns = max(self._world.now_ns + int(500_000 * self._world.random() ** 4), self._clear_at_ns)
+        self._world.at(self._clear_at_ns, self.life.run, call, event)
+
+    def _tell_all(self, event: Event) -> None:
+        for part in tuple(self._parts):
+            part.handle(event)
+
+    # -- the client --------------------------------------------------------------------------------------------------
+
+    def emit(self, action: Emit) -> None:
+        """Tokens go out: they must be the next ones of their choice, and right."""
+        name, received = f"{self.plan.request_id}, choice {action.choice}", self.received[action.choice]
+        if self.error is not None or action.choice in self.finishes:
+            raise InvariantViolation(f"{name}: tokens after the end")
+        if action.token_index != len(received):
+            raise InvariantViolation(f"{name}: token {action.token_index} after {len(received)}")
+        received.extend(action.token_ids)
+        due = self.plan.choices[action.choice].expected[: len(received)]
+        if tuple(received) != due:
+            raise InvariantViolation(f"{name}: emitted {received}, right are {list(due)}")
+        self._world.counts["tokens"] += len(action.token_ids)
+        self._look_for_stop(action.choice)
+
+    def finish(self, choice: int, finish: Finish) -> None:
+        """A choice ends."""
+        if self.error is not None or choice in self.finishes:
+            raise InvariantViolation(f"{self.plan.request_id}, choice {choice}, ended twice: then {finish}")
+        if self._has_stop(choice):
+            finish = self._stop_finish()  # the text wins over the worker's word for the same or a later token
+            del self.received[choice][self.plan.choices[choice].stop_after :]
+        self.finishes[choice] = finish
+        self.ended_at_ns = self._world.now_ns
+
+    def fail(self, error: KvferryError) -> None:
+        """The request ends, all its choices with it."""
+        if self.error is not None:
+            return  # the others of its lifecycles end with the same
+        if self.has_ended:
+            raise InvariantViolation(f"{self.plan.request_id} ended twice: then {error}")
+        self.error = error
+        self.ended_at_ns = self._world.now_ns
+        self._tell_all(ClientGone(error))
+
+    def _look_for_stop(self, choice: int) -> None:
+        """The text plane finds the stop string at once, or somewhat later."""
+        if not self._has_stop(choice) or choice in self._stops_told:
+            return
+        self._stops_told.add(choice)
+        delay_ns = 0 if self._world.happens(0.5) else self._world.below(3 * MS)
+        self.life.after(delay_ns, self._tell_stop, choice)
+
+    def _has_stop(self, choice: int) -> bool:
+        stop_after = self.plan.choices[choice].stop_after
+        return stop_after is not None and len(self.received[choice]) >= stop_after
+
+    def _tell_stop(self, choice: int) -> None:
+        stop_after = self.plan.choices[choice].stop_after
+        assert stop_after is not None
+        serving = [part for part in self._parts if part.serves(choice)]
+        if serving:
+            serving[0].handle(StopFound(stop_after, self._stop_finish(), choice))
+
+    def _stop_finish(self) -> Finish:
+        return Finish(FinishKind.STOP_STRING, stop_string="stop")
+
+
+class LifecycleRun:
+    """One lifecycle with all its calls.
+
+    Args:
+        run: the request.
+        resumes: the choice to go on with, of a split.
+        history: attempts before the split.
+    """
+
+    def __init__(self, run: RequestRun, resumes: SplitChoice | None = None, history: list[int] | None = None) -> None:
+        self._run = run
+        self._plan = run.plan
+        self._world = run.life.world
+        self._network = run.network
+        self._membership = run.membership
+        self._history = list(history or ())  # all attempts that served its choices
+        self._num_before = len(self._history)
+        self._lifecycle = run.new_lifecycle(
+            run.plan.prompt,
+            run.plan.sampling.max_tokens,
+            num_choices=len(run.plan.choices),
+            resumes=resumes,
+            attempts=run.attempts,
+            local_prefill=not run.membership.prefill,
+        )
+        self._calls: dict[WorkerCall, None] = {}
+        self._prefill: dict[int, WorkerCall] = {}  # by attempt
+        self._decode: dict[int, WorkerCall] = {}
+
+    def start(self) -> None:
+        if not self._lifecycle.ended:
+            self._perform(self._lifecycle.start())
 
     def post(self, event: Event) -> None:
-        """Takes an event from a call; it is handled a little later, in order."""
-        self._clear_at_ns = max(self._world.now_ns + int(500_000 * self._world.random() ** 4), self._clear_at_ns)
-        self._world.at(self._clear_at_ns, self._life.run, self._handle, event)
+        """Takes an event from a call."""
+        self._run.when_clear(self.handle, event)
+
+    def handle(self, event: Event) -> None:
+        self._world.note(self._plan.request_id, "event", event)
+        self._perform(self._lifecycle.handle(event))
 
     def forget(self, call: WorkerCall) -> None:
         """The call has ended."""
@@ -177,32 +316,23 @@ class RequestRun:
     def num_open_calls(self) -> int:
         return len(self._calls)
 
-    @property
-    def num_attempts(self) -> int:
-        return self._lifecycle.attempt
+    def serves(self, choice: int) -> bool:
+        """Whether the choice, unless it is over, is this lifecycle's."""
+        return not self._lifecycle.ended and choice in self._lifecycle.choices
 
-    def seq_id(self, attempt: int) -> str:
-        return AttemptId(self.plan.request_id, attempt).seq_id
-
-    # -- the lifecycle -----------------------------------------------------------------------------------------------
-
-    def _handle(self, event: Event) -> None:
-        self._world.note(self.plan.request_id, "event", event)
-        self._perform(self._lifecycle.handle(event))
+    # -- actions -----------------------------------------------------------------------------------------------------
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
-            self._world.note(self.plan.request_id, "action", action)
+            self._world.note(self._plan.request_id, "action", action)
             self._perform_one(action)
 
     def _perform_one(self, action: Action) -> None:
         match action:
-            case Emit(token_index=token_index, token_ids=token_ids):
-                self._emit(token_index, token_ids)
+            case Emit():
+                self._run.emit(action)
             case ChooseWorkers():
-                self._check_fault(action.attempt - 1)
-                self._started_at_ns[action.attempt] = self._world.now_ns
-                self._choose(action, self._world.now_ns + PATIENCE_NS)
+                self._begin_attempt(action)
             case OpenDecode():
                 start = DecodeStart(self._spec(action.attempt, action.token_ids), action.local_prefill)
                 self._decode[action.attempt] = self._open(action.worker, "decode", action.attempt, start, DecodeFailed)
@@ -214,21 +344,27 @@ class RequestRun:
                 self._prefill[attempt].cancel()
             case CancelDecode(attempt=attempt):
                 self._decode[attempt].cancel()
-            case SendStop():
-                self._send_stop(action)
-            case Finished(finish=finish):
-                self._end(finish)
+            case SendStop(attempt=attempt):
+                self._decode[attempt].stop(action)
+            case Finished(finish=finish, choice=choice):
+                self._run.finish(choice, finish)
+            case SplitChoices(choices=choices):
+                self._check_fault(self._history[-1])
+                self._run.split(choices, self._history)
             case Failed(error=error):
-                self._check_failure(error)
-                self._end(error)
+                if self._run.error is None:
+                    self._check_failure(error)
+                self._run.fail(error)
 
-    def _send_stop(self, action: SendStop) -> None:
-        end = self._decode[action.attempt].end
-        assert end is not None
-        end.send(DecodeStop(action.num_wanted_tokens))
+    def _begin_attempt(self, action: ChooseWorkers) -> None:
+        if self._history:
+            self._check_fault(self._history[-1])
+        self._history.append(action.attempt)
+        self._run.started_at_ns[action.attempt] = self._world.now_ns
+        self._choose(action, self._world.now_ns + PATIENCE_NS)
 
     def _spec(self, attempt: int, token_ids: tuple[int, ...]) -> SequenceSpec:
-        plan = self.plan
+        plan, choices = self._plan, self._lifecycle.choices
         return SequenceSpec(
             AttemptId(plan.request_id, attempt),
             token_ids,
@@ -236,13 +372,15 @@ class RequestRun:
             plan.sampling,
             tier_rank=plan.tier_rank,
             cache_salt=plan.cache_salt,
+            choice=choices[0],
+            num_choices=len(choices),
         )
 
     def _open(
         self, worker: str, method: str, attempt: int, message: object, failed: Callable[[int, KvferryError], Event]
     ) -> WorkerCall:
         call = WorkerCall(self, attempt, failed)
-        call.end = self._network.connect(self._life, worker, method, call, self.seq_id(attempt))
+        call.end = self._network.connect(self._run.life, worker, method, call, self._seq_id(attempt))
         call.end.send(message)
         self._calls[call] = None
         return call
@@ -255,94 +393,53 @@ class RequestRun:
         decode = self._membership.ready(self._membership.decode, action.excluding) if action.needs_decode else [""]
         if prefill and decode:
             chosen = WorkersChosen(self._one_of(prefill), self._one_of(decode))
-            self._life.after(self._world.below(200_000), self._handle_if_attempt, action.attempt, chosen)
+            self._run.life.after(self._world.below(200_000), self._handle_if_attempt, action.attempt, chosen)
         elif self._world.now_ns > until_ns:
-            self._handle(NoWorkers(Unavailable("no pair of workers")))
+            self.handle(NoWorkers(Unavailable("no pair of workers")))
         else:
             self._world.counts["waits for workers"] += 1
-            self._life.after(RETRY_NS, self._choose, action, until_ns)
+            self._run.life.after(RETRY_NS, self._choose, action, until_ns)
 
     def _one_of(self, names: list[str]) -> str | None:
         return names[self._world.below(len(names))] or None
 
     def _handle_if_attempt(self, attempt: int, event: Event) -> None:
         if self._lifecycle.attempt == attempt:
-            self._handle(event)
+            self.handle(event)
+
+    # -- what may fail -----------------------------------------------------------------------------------------------
+
+    def _seq_id(self, attempt: int) -> str:
+        return AttemptId(self._plan.request_id, attempt).seq_id
 
     def _check_fault(self, attempt: int) -> None:
         """An attempt that failed was touched by a fault."""
-        if attempt >= 1 and self.seq_id(attempt) not in self._network.faulted:
-            raise InvariantViolation(f"attempt {self.seq_id(attempt)} failed though no fault had touched it")
+        if self._seq_id(attempt) not in self._network.faulted:
+            raise InvariantViolation(f"attempt {self._seq_id(attempt)} failed though no fault had touched it")
 
     def _check_failure(self, error: KvferryError) -> None:
         """A request fails because its client left, or after as many failures in a row as are allowed, all by faults."""
-        if self.is_interrupted and self.plan.interruption is Interruption.CLIENT_GONE:
+        name = self._plan.request_id
+        if self._run.is_interrupted and self._plan.interruption is Interruption.CLIENT_GONE:
             return
         if isinstance(error, Cancelled | FailedPrecondition | NotFound):
-            raise InvariantViolation(f"{self.plan.request_id} failed with an error that misleads its client: {error!r}")
-        last = self._lifecycle.attempt
-        attempts = range(max(1, last - DEFAULT_MAX_ATTEMPTS + 1), last + 1)
-        for attempt in attempts:
+            raise InvariantViolation(f"{name} failed with an error that misleads its client: {error!r}")
+        for attempt in self._history[-DEFAULT_MAX_ATTEMPTS:]:
             self._check_fault(attempt)
-        if last < DEFAULT_MAX_ATTEMPTS:
-            raise InvariantViolation(f"{self.plan.request_id} failed after {last} attempts: {error!r}")
-        if not any(self.seq_id(attempt) in self._network.unlucky for attempt in range(1, last + 1)):
-            before = max(1, attempts[0] - 1)  # whom that one blamed, the others avoided
-            self._check_no_healthy_pair(self._started_at_ns[before], error)
+        num_attempts = len(self._history) - self._num_before
+        if num_attempts < DEFAULT_MAX_ATTEMPTS:
+            raise InvariantViolation(f"{name} failed after {num_attempts} attempts: {error!r}")
+        if not any(self._seq_id(attempt) in self._network.unlucky for attempt in self._history):
+            before = self._history[-DEFAULT_MAX_ATTEMPTS - 1 :][0]  # whom that one blamed, the others avoided
+            self._check_no_healthy_pair(self._run.started_at_ns[before], error)
 
     def _check_no_healthy_pair(self, since_ns: int, error: KvferryError) -> None:
         """Workers alone made it fail: then more than one was sick, or no pair was well all the time."""
         prefill, decode = self._membership.prefill, self._membership.decode
-        healthy = [name for name in (*prefill, *decode) if self._outages.is_well(name, since_ns)]
+        healthy = [name for name in (*prefill, *decode) if self._run.outages.is_well(name, since_ns)]
         num_sick = len(prefill) + len(decode) - len(healthy)
         has_pair = any(name in healthy for name in decode) and (not prefill or any(name in healthy for name in prefill))
         if has_pair and num_sick <= 1:
             raise InvariantViolation(
-                f"{self.plan.request_id} failed though {', '.join(healthy)} were well throughout: {error!r}"
+                f"{self._plan.request_id} failed though {', '.join(healthy)} were well throughout: {error!r}"
             )
-
-    # -- the client --------------------------------------------------------------------------------------------------
-
-    def _emit(self, token_index: int, token_ids: tuple[int, ...]) -> None:
-        """Tokens go out: they must be the next ones, and right."""
-        if self.outcome is not None:
-            raise InvariantViolation(f"{self.plan.request_id}: tokens after the end")
-        if token_index != len(self.received):
-            raise InvariantViolation(
-                f"{self.plan.request_id}: token {token_index} emitted when {len(self.received)} was next"
-            )
-        self.received.extend(token_ids)
-        due = self.plan.expected[: len(self.received)]
-        if tuple(self.received) != due:
-            raise InvariantViolation(f"{self.plan.request_id}: emitted {self.received}, right are {list(due)}")
-        self._world.counts["tokens"] += len(token_ids)
-        self._look_for_stop()
-
-    def _look_for_stop(self) -> None:
-        """The text plane finds the stop string at once, or somewhat later."""
-        if not self._has_stop or self._is_stop_told:
-            return
-        self._is_stop_told = True
-        delay_ns = 0 if self._world.happens(0.5) else self._world.below(3 * MS)
-        self._life.after(delay_ns, self._tell_stop)
-
-    @property
-    def _has_stop(self) -> bool:
-        return self.plan.stop_after is not None and len(self.received) >= self.plan.stop_after
-
-    def _tell_stop(self) -> None:
-        assert self.plan.stop_after is not None
-        if self.outcome is None:
-            self._handle(StopFound(self.plan.stop_after, self._stop_finish()))
-
-    def _stop_finish(self) -> Finish:
-        return Finish(FinishKind.STOP_STRING, stop_string="stop")
-
-    def _end(self, outcome: Finish | KvferryError) -> None:
-        if self.outcome is not None:
-            raise InvariantViolation(f"{self.plan.request_id} ended twice: {self.outcome}, then {outcome}")
-        if isinstance(outcome, Finish) and self._has_stop:
-            outcome = self._stop_finish()  # the text wins over the worker's word for the same or a later token
-            del self.received[self.plan.stop_after :]
-        self.outcome = outcome
-        self.ended_at_ns = self._world.now_ns

@@ -95,9 +95,9 @@ class Shipment:
         if not self._is_over:
             self._take(self._sender.on_tokens_computed(num_tokens))
 
-    def on_first_token(self, token_id: int) -> None:
+    def on_first_tokens(self, token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> None:
         if not self._is_over:
-            self._take(self._sender.on_first_token((token_id,)))
+            self._take(self._sender.on_first_token(token_ids, logprobs))
 
     def leave(self) -> None:
         """Nothing is read or sent any more; the receiver learns it unless it has acknowledged."""
@@ -143,8 +143,8 @@ class Shipment:
                 self._end.send(offer)
             case SendBlock(block_index=block_index, num_tokens=num_tokens):
                 self._write_block(block_index, num_tokens)
-            case SendCommit(first_token_ids=first_token_ids):
-                self._end.send(Commit(self._sender.offer.id, first_token_ids))
+            case SendCommit(first_token_ids=first_token_ids, first_logprobs=first_logprobs):
+                self._end.send(Commit(self._sender.offer.id, first_token_ids, first_logprobs))
 
     def _write_block(self, block_index: int, num_tokens: int) -> None:
         self._life.world.counts["blocks shipped"] += 1

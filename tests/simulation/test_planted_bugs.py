@@ -19,13 +19,16 @@ from kvtransfer import receiver
 from prefill_svc.task import PrefillTask
 from router.events import (
     Action,
+    ChooseWorkers,
     Committed,
+    DecodeEnded,
     DecodeFailed,
     Event,
     FirstToken,
     PrefillDone,
     PrefillFailed,
     Registered,
+    SplitChoices,
     Tokens,
 )
 from router.lifecycle import RequestLifecycle
@@ -63,7 +66,9 @@ class TakesOldAttempts(RequestLifecycle):
 
 def _renumbered(event: Event, attempt: int) -> Event:
     match event:
-        case Registered() | FirstToken() | PrefillDone() | PrefillFailed() | Committed() | Tokens() | DecodeFailed():
+        case Registered() | FirstToken() | PrefillDone() | PrefillFailed():
+            return dataclasses.replace(event, attempt=attempt)
+        case Committed() | Tokens() | DecodeEnded() | DecodeFailed():
             return dataclasses.replace(event, attempt=attempt)
     return event
 
@@ -71,8 +76,15 @@ def _renumbered(event: Event, attempt: int) -> Event:
 class IgnoresIndices(RequestLifecycle):
     """Tokens are taken in the order they come."""
 
-    def _accept(self, token_index: int, token_ids: tuple[int, ...], finish: Finish | None) -> list[Action]:
-        return super()._accept(self.num_emitted_tokens, token_ids, finish)
+    def _accept(
+        self,
+        choice: int,
+        token_index: int,
+        token_ids: tuple[int, ...],
+        finish: Finish | None,
+        logprobs: tuple[float, ...],
+    ) -> list[Action]:
+        return super()._accept(choice, self._progress[choice].num_tokens, token_ids, finish, logprobs)
 
 
 class WaitsForEver(RequestLifecycle):
@@ -80,6 +92,23 @@ class WaitsForEver(RequestLifecycle):
 
     def _on_decode_failed(self, error: KvferryError) -> list[Action]:
         return []
+
+
+class MixesChoices(RequestLifecycle):
+    """After a split every choice goes on with the output of the first."""
+
+    def _split(self, cause: KvferryError) -> SplitChoices:
+        choices = super()._split(cause).choices
+        return SplitChoices(tuple(dataclasses.replace(one, token_ids=choices[0].token_ids) for one in choices))
+
+
+class RepeatsAsGroup(RequestLifecycle):
+    """Choices whose tokens went out are repeated together."""
+
+    def _split(self, cause: KvferryError) -> ChooseWorkers:  # type: ignore[override]
+        (choose,) = self._next_attempt(cause)
+        assert isinstance(choose, ChooseWorkers)
+        return choose
 
 
 class WritesAfterClose(DecodeHost):
@@ -121,6 +150,8 @@ class ShipsAfterEnd(PrefillCall):
         pytest.param(Parts(new_lifecycle=TakesOldAttempts), 150, "no fault had touched|right are", id="old attempts"),
         pytest.param(Parts(new_lifecycle=IgnoresIndices), 100, "right are", id="indices ignored"),
         pytest.param(Parts(new_lifecycle=WaitsForEver), 50, "never ended", id="failure ignored"),
+        pytest.param(Parts(new_lifecycle=MixesChoices), 150, "right are|token . after", id="choices mixed"),
+        pytest.param(Parts(new_lifecycle=RepeatsAsGroup), 150, "right are|token . after|never", id="no split"),
         pytest.param(Parts(new_decode_host=WritesAfterClose), 100, "which was freed", id="writes freed blocks"),
         pytest.param(Parts(new_decode_host=TrustsDigests), 100, "is published|right are", id="digest ignored"),
         pytest.param(

@@ -13,6 +13,7 @@ from tests.simulation.world import MS
 
 MAX_PROMPT_TOKENS = 22
 MAX_OUTPUT_TOKENS = 12
+NUM_CHOICES = (1, 1, 1, 2, 4)
 SALTS = ("", "", "", "tenant-a")
 
 
@@ -25,14 +26,27 @@ class Interruption(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class ChoicePlan:
+    """The right answer of one choice.
+
+    Attributes:
+        expected: output tokens of an undisturbed run, up to and including the ending one.
+        finish: how an undisturbed run ends.
+        stop_after: output tokens that complete a stop string; None: there is none.
+    """
+
+    expected: tuple[int, ...]
+    finish: Finish
+    stop_after: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class RequestPlan:
     """One request and its right answer.
 
     Attributes:
         arrival_ns: when the client asks.
-        expected: output tokens of an undisturbed run, up to and including the ending one.
-        finish: how an undisturbed run ends.
-        stop_after: output tokens that complete a stop string; None: there is none.
+        choices: what each choice must get.
         interruption, interrupted_at_ns: what cuts it short, and when; it may have finished by then.
     """
 
@@ -42,16 +56,14 @@ class RequestPlan:
     sampling: SamplingParams
     tier_rank: int
     cache_salt: str
-    expected: tuple[int, ...]
-    finish: Finish
-    stop_after: int | None
+    choices: tuple[ChoicePlan, ...]
     interruption: Interruption | None
     interrupted_at_ns: int
 
     @property
-    def all_tokens(self) -> tuple[int, ...]:
-        """Prompt and the whole output that workers may compute."""
-        return (*self.prompt, *self.expected)
+    def all_tokens(self) -> list[tuple[int, ...]]:
+        """Prompt and the whole output that workers may compute, of each choice."""
+        return [(*self.prompt, *choice.expected) for choice in self.choices]
 
 
 def draw_requests(rng: random.Random) -> list[RequestPlan]:
@@ -82,15 +94,11 @@ def _draw_request(
 ) -> RequestPlan:
     prompt = _draw_prompt(rng, stems)
     max_tokens = 1 + int(rng.random() ** 1.5 * MAX_OUTPUT_TOKENS)
-    is_greedy = rng.random() < 0.5
+    num_choices = rng.choice(NUM_CHOICES)
+    is_greedy = num_choices == 1 and rng.random() < 0.5
     free = SamplingParams(max_tokens, temperature=0.0 if is_greedy else 1.0, seed=int(rng.random() * 2**32))
-    output = reference_continuation(prompt, max_tokens, SCRIPT, free)
-    sampling = _with_ending_token(rng, free, output)
-    expected, finish = _cut(output, sampling)
-    stop_after = None
-    last = len(expected) if finish.kind is FinishKind.LENGTH else len(expected) - 1
-    if last >= 1 and rng.random() < 0.15:
-        stop_after = 1 + int(rng.random() * last)
+    outputs = [reference_continuation(prompt, max_tokens, SCRIPT, free, choice=choice) for choice in range(num_choices)]
+    sampling = _with_ending_token(rng, free, rng.choice(outputs))
     interruption = rng.choice(list(Interruption)) if rng.random() < interruptions else None
     return RequestPlan(
         request_id=request_id,
@@ -99,12 +107,19 @@ def _draw_request(
         sampling=sampling,
         tier_rank=int(rng.random() * 3),
         cache_salt=rng.choice(SALTS),
-        expected=expected,
-        finish=finish,
-        stop_after=stop_after,
+        choices=tuple(_plan_choice(rng, output, sampling) for output in outputs),
         interruption=interruption,
         interrupted_at_ns=arrival_ns + int(rng.random() ** 2 * 60 * MS),
     )
+
+
+def _plan_choice(rng: random.Random, output: list[int], sampling: SamplingParams) -> ChoicePlan:
+    expected, finish = _cut(output, sampling)
+    stop_after = None
+    last = len(expected) if finish.kind is FinishKind.LENGTH else len(expected) - 1
+    if last >= 1 and rng.random() < 0.15:
+        stop_after = 1 + int(rng.random() * last)
+    return ChoicePlan(expected, finish, stop_after)
 
 
 def _with_ending_token(rng: random.Random, free: SamplingParams, output: list[int]) -> SamplingParams:

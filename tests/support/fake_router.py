@@ -23,7 +23,10 @@ TEXT = "Paris is it."
 
 
 def events(request: inference_pb2.GenerateRequest) -> list[inference_pb2.GenerateResponse]:
-    """What every request is answered: two tokens, five and six, and the end of the sequence, two."""
+    """What every request is answered: two tokens, five and six, and the end of the sequence, two.
+
+    Further choices have the token seven and their number for a text.
+    """
     response = inference_pb2.GenerateResponse
     started = inference_pb2.Started(
         server_request_id="s-1",
@@ -41,7 +44,17 @@ def events(request: inference_pb2.GenerateRequest) -> list[inference_pb2.Generat
         response(delta=inference_pb2.ChoiceDelta(token_index=0, position=4, token_ids=[5], text=TEXT[:5])),
         response(delta=inference_pb2.ChoiceDelta(token_index=1, position=5, token_ids=[6, 2], text=TEXT[5:])),
         response(finish=inference_pb2.ChoiceFinish(finish=finish, num_output_tokens=3)),
+        *(event for choice in range(1, request.sampling.n) for event in _further_choice(choice, finish)),
         response(completed=inference_pb2.Completed(usage=usage, timings=timings)),
+    ]
+
+
+def _further_choice(choice: int, finish: types_pb2.Finish) -> list[inference_pb2.GenerateResponse]:
+    response = inference_pb2.GenerateResponse
+    end = inference_pb2.ChoiceFinish(index=choice, finish=finish, num_output_tokens=1, cumulative_logprob=-choice)
+    return [
+        response(delta=inference_pb2.ChoiceDelta(index=choice, position=4, token_ids=[7], text=f"number {choice}")),
+        response(finish=end),
     ]
 
 

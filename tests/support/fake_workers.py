@@ -58,6 +58,9 @@ class FakeNetwork:
 
     Attributes:
         output: the true output; a worker emits from it by index, whatever the prompt.
+        outputs: those of further choices, by number; others have `output`.
+        logprobs: of every token of a choice, by number; others have -1, None is left out.
+        beams: what a beam search finds.
         calls: every call of every worker, in the order they came.
         layout, vocab_size, max_context, num_blocks: what the workers claim.
         tokens_per_message: how decode groups its tokens.
@@ -75,6 +78,9 @@ class FakeNetwork:
         num_blocks: int = 1000,
     ) -> None:
         self.output = list(output)
+        self.outputs: dict[int, list[int]] = {}
+        self.logprobs: dict[int, float | None] = {}
+        self.beams: list[worker_pb2.Beam] = []
         self.vocab_size = vocab_size
         self.max_context = max_context
         self.num_blocks = num_blocks
@@ -137,6 +143,12 @@ class FakeNetwork:
             for call in self.calls:
                 await call.ended.wait()
 
+    def token(self, choice: int, index: int) -> int:
+        return self.outputs.get(choice, self.output)[index]
+
+    def logprob(self, choice: int) -> float | None:
+        return self.logprobs.get(choice, -1.0)
+
     def calls_of(self, role: str) -> list[CallRecord]:
         return [call for call in self.calls if call.worker.role == role]
 
@@ -189,7 +201,7 @@ class FakeWorker(
         self.vocab_size = network.vocab_size
         self.draining = False
         self.is_silent = False
-        self.stops: list[int] = []
+        self.stops: list[tuple[int, int]] = []  # choices and how many tokens were wanted
         self._registered: dict[tuple[str, int], asyncio.Event] = {}
         self._server: RpcServer | None = None
 
@@ -253,12 +265,14 @@ class FakeWorker(
         with network.record(self, spec, _traceparent(context)):
             await context.write(worker_pb2.PrefillResponse(progress=worker_pb2.PrefillProgress()))
             await network.pass_point(Point.PREFILL_START)
-            index = _num_output_tokens(spec)
-            finish = self._finish_at(spec, index)
-            await context.write(worker_pb2.PrefillResponse(first_token=self._first_token(index, finish)))
-            await network.pass_point(Point.FIRST_TOKEN_SENT)
+            has_more = spec.beam is not None
+            for choice in [] if spec.beam is not None else _choices(spec):
+                first = self._first_token(spec, choice)
+                has_more = has_more or not first.HasField("finish")
+                await context.write(worker_pb2.PrefillResponse(first_token=first))
+                await network.pass_point(Point.FIRST_TOKEN_SENT, choice)
             done = worker_pb2.PrefillDone()
-            if finish is None:
+            if has_more:
                 if not request.HasField("target"):
                     raise FailedPrecondition("a prompt with more than one token to make has no target")
                 network.decode_at(request.target.address).commit(spec, request.target.epoch)
@@ -266,16 +280,22 @@ class FakeWorker(
                 await network.pass_point(Point.SHIPPED)
             await context.write(worker_pb2.PrefillResponse(done=done))
 
-    def _first_token(self, index: int, finish: Finish | None) -> worker_pb2.FirstToken:
-        message = worker_pb2.FirstToken(
-            token_id=self.network.output[index], token_index=index, num_cached_tokens=3, queue_s=0.25, prefill_s=0.125
+    def _first_token(self, spec: SequenceSpec, choice: int) -> worker_pb2.FirstToken:
+        index = _num_output_tokens(spec)
+        finish = self._finish_at(spec, choice, index)
+        return worker_pb2.FirstToken(
+            token_id=self.network.token(choice, index),
+            token_index=index,
+            finish=None if finish is None else finish_to_pb(finish),
+            num_cached_tokens=3,
+            queue_s=0.25,
+            prefill_s=0.125,
+            choice=choice,
+            logprob=self.network.logprob(choice) if spec.sampling.logprobs else None,
         )
-        if finish is not None:
-            message.finish.CopyFrom(finish_to_pb(finish))
-        return message
 
-    def _finish_at(self, spec: SequenceSpec, index: int) -> Finish | None:
-        return spec.sampling.finish_after(self.network.output[index], index + 1)
+    def _finish_at(self, spec: SequenceSpec, choice: int, index: int) -> Finish | None:
+        return spec.sampling.finish_after(self.network.token(choice, index), index + 1)
 
     # --- DecodeService ---
 
@@ -298,55 +318,78 @@ class FakeWorker(
             committed = self._registered.setdefault((spec.id.request_id, spec.id.attempt), asyncio.Event())
             registered = worker_pb2.Registered(epoch=self.epoch, ship_address=self.address)
             await context.write(worker_pb2.DecodeResponse(registered=registered))
-            index = _num_output_tokens(spec)
+            next_indices = dict.fromkeys(_choices(spec), _num_output_tokens(spec))
             if not first.start.local_prefill:
                 await committed.wait()
                 await network.pass_point(Point.COMMITTED)
                 message = worker_pb2.Committed(attempt=spec.id.attempt)
                 await context.write(worker_pb2.DecodeResponse(committed=message))
-                index += 1
-            async with _stopping(context) as stop:
-                await self._emit(spec, index, context, stop)
+                next_indices = {
+                    choice: index + 1
+                    for choice, index in next_indices.items()
+                    if spec.beam is not None or self._finish_at(spec, choice, index) is None
+                }
+            if spec.beam is not None:
+                beams = worker_pb2.Beams(beams=network.beams)
+                await context.write(worker_pb2.DecodeResponse(beams=beams))
+                return
+            async with _stopping(context) as stops:
+                await self._emit(spec, next_indices, context, stops)
 
     async def _emit(
         self,
         spec: SequenceSpec,
-        index: int,
+        next_indices: dict[int, int],
         context: ServicerContext[worker_pb2.DecodeRequest, worker_pb2.DecodeResponse],
-        stop: asyncio.Future[int],
+        stops: dict[int, int],
     ) -> None:
-        finish: Finish | None = None
-        while finish is None:
-            await self.network.pass_point(Point.TOKEN, index)
-            if stop.done():
-                self.stops.append(stop.result())
-                tokens = worker_pb2.DecodeTokens(token_index=index, token_ids=[1] * self.network.overshoot)
-                if self.network.overshoot:
+        """Choices take turns until all have ended."""
+        while next_indices:
+            for choice, index in list(next_indices.items()):
+                await self.network.pass_point(Point.TOKEN, index)
+                if choice in stops:
+                    self.stops.append((choice, stops[choice]))
+                    tokens = worker_pb2.DecodeTokens(
+                        choice=choice, token_index=index, token_ids=[1] * self.network.overshoot
+                    )
+                    has_ended = True
+                else:
+                    tokens = self._tokens(spec, choice, index)
+                    has_ended = tokens.HasField("finish")
+                if tokens.token_ids:
                     await context.write(worker_pb2.DecodeResponse(tokens=tokens))
-                return
-            tokens = worker_pb2.DecodeTokens(token_index=index)
-            for _ in range(self.network.tokens_per_message):
-                tokens.token_ids.append(self.network.output[index])
-                finish = self._finish_at(spec, index)
-                index += 1
-                if finish is not None:
-                    tokens.finish.CopyFrom(finish_to_pb(finish))
-                    break
-            await context.write(worker_pb2.DecodeResponse(tokens=tokens))
-            await asyncio.sleep(0)
+                next_indices[choice] = index + len(tokens.token_ids)
+                if has_ended:
+                    del next_indices[choice]
+                await asyncio.sleep(0)
+
+    def _tokens(self, spec: SequenceSpec, choice: int, index: int) -> worker_pb2.DecodeTokens:
+        network = self.network
+        tokens = worker_pb2.DecodeTokens(choice=choice, token_index=index)
+        for _ in range(network.tokens_per_message):
+            tokens.token_ids.append(network.token(choice, index))
+            logprob = network.logprob(choice)
+            if spec.sampling.logprobs and logprob is not None:
+                tokens.logprobs.append(logprob)
+            finish = self._finish_at(spec, choice, index)
+            index += 1
+            if finish is not None:
+                tokens.finish.CopyFrom(finish_to_pb(finish))
+                break
+        return tokens
 
 
 @asynccontextmanager
 async def _stopping(
     context: ServicerContext[worker_pb2.DecodeRequest, worker_pb2.DecodeResponse],
-) -> AsyncIterator[asyncio.Future[int]]:
-    """A future that has the number of wanted tokens once the router asked to stop."""
-    wanted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+) -> AsyncIterator[dict[int, int]]:
+    """By choice that the router asked to stop: the number of wanted tokens."""
+    wanted: dict[int, int] = {}
 
     async def listen() -> None:
         while isinstance(message := await context.read(), worker_pb2.DecodeRequest):
-            if message.HasField("stop") and not wanted.done():
-                wanted.set_result(message.stop.num_wanted_tokens)
+            if message.HasField("stop"):
+                wanted.setdefault(message.stop.choice, message.stop.num_wanted_tokens)
 
     task = asyncio.create_task(listen())
     try:
@@ -354,6 +397,10 @@ async def _stopping(
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+def _choices(spec: SequenceSpec) -> range:
+    return range(spec.choice, spec.choice + spec.num_choices)
 
 
 def _num_output_tokens(spec: SequenceSpec) -> int:

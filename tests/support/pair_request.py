@@ -115,9 +115,7 @@ class PairRequest:
             case "tokens":
                 assert message.tokens.token_index == self._next_index, "a token is lost, doubled or out of order"
                 self._next_index += len(message.tokens.token_ids)
-                self.result.token_ids.extend(message.tokens.token_ids)
-                if message.tokens.HasField("finish"):
-                    self.result.finish = message.tokens.finish
+                self.result.take_tokens(message.tokens)
 
     async def _prefill(self) -> None:
         if self._local_prefill:

@@ -105,17 +105,42 @@ async def assert_idle(*workers: RunningWorker, timeout_s: float = 10.0) -> None:
 
 @dataclass(slots=True)
 class PairResult:
-    """What one request brought, as the router would see it."""
+    """What one request brought, as the router would see it; tokens and finishes by choice."""
 
+    choices: tuple[int, ...] = (0,)
     first_token: worker_pb2.FirstToken | None = None
     done: worker_pb2.PrefillDone | None = None
     committed: worker_pb2.Committed | None = None
-    token_ids: list[int] = field(default_factory=list)
-    finish: Any = None
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    finishes: dict[int, Any] = field(default_factory=dict)
+    beams: list[worker_pb2.Beam] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Those of the (first) choice."""
+        return self.tokens.get(self.choices[0], [])
+
+    @property
+    def finish(self) -> Any:
+        """That of the (first) choice."""
+        return self.finishes.get(self.choices[0])
 
     def is_finished(self) -> bool:
-        """Whether the last token came; it may be prefill's or decode's to bring."""
-        return self.finish is not None
+        """Whether the last tokens came; they may be prefill's or decode's to bring."""
+        return bool(self.beams) or all(choice in self.finishes for choice in self.choices)
+
+    def take_first(self, first: worker_pb2.FirstToken) -> None:
+        """A token that prefill sampled; decode's may be here before it."""
+        self.first_token = first
+        self.tokens.setdefault(first.choice, []).insert(0, first.token_id)
+        if first.HasField("finish"):
+            self.finishes[first.choice] = first.finish
+
+    def take_tokens(self, message: worker_pb2.DecodeTokens) -> None:
+        """Tokens that decode sampled."""
+        self.tokens.setdefault(message.choice, []).extend(message.token_ids)
+        if message.HasField("finish"):
+            self.finishes[message.choice] = message.finish
 
 
 def make_spec(
@@ -143,7 +168,7 @@ class PairCaller:
 
     async def generate(self, spec: SequenceSpec) -> PairResult:
         """Runs one request through both workers."""
-        result = PairResult()
+        result = PairResult(tuple(range(spec.choice, spec.choice + spec.num_choices)))
         async with self._decode_channel.duplex(self._decode.Decode) as decode:
             registered = await self.register(decode, spec)
             prefill = asyncio.ensure_future(self.prefill(spec, registered, result))
@@ -153,6 +178,10 @@ class PairCaller:
             finally:
                 prefill.cancel()
         return result
+
+    def open_decode(self) -> Any:
+        """A Decode call, to be written to and read from by hand; use as a context manager."""
+        return self._decode_channel.duplex(self._decode.Decode)
 
     async def register(self, decode: Any, spec: SequenceSpec, *, local_prefill: bool = False) -> worker_pb2.Registered:
         """Sends Start and awaits Registered."""
@@ -177,10 +206,7 @@ class PairCaller:
             async for response in call:
                 match response.WhichOneof("event"):
                     case "first_token":
-                        result.first_token = response.first_token
-                        result.token_ids.insert(0, response.first_token.token_id)
-                        if response.first_token.HasField("finish"):
-                            result.finish = response.first_token.finish
+                        result.take_first(response.first_token)
                     case "done":
                         result.done = response.done
 
@@ -197,9 +223,9 @@ class PairCaller:
                 case "committed":
                     result.committed = response.committed
                 case "tokens":
-                    result.token_ids.extend(response.tokens.token_ids)
-                    if response.tokens.HasField("finish"):
-                        result.finish = response.tokens.finish
+                    result.take_tokens(response.tokens)
+                case "beams":
+                    result.beams = list(response.beams.beams)
 
 
 @asynccontextmanager

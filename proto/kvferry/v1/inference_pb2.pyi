@@ -145,12 +145,14 @@ class ResponseOptions(_message.Message):
     def __init__(self, text: _Optional[bool] = ..., token_ids: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., prompt_token_ids: _Optional[bool] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., echo: _Optional[bool] = ...) -> None: ...
 
 class CacheOptions(_message.Message):
-    __slots__ = ("bypass_prefix_cache", "cache_salt")
+    __slots__ = ("bypass_prefix_cache", "cache_salt", "shared_salt")
     BYPASS_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    SHARED_SALT_FIELD_NUMBER: _ClassVar[int]
     bypass_prefix_cache: bool
     cache_salt: str
-    def __init__(self, bypass_prefix_cache: _Optional[bool] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    shared_salt: str
+    def __init__(self, bypass_prefix_cache: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., shared_salt: _Optional[str] = ...) -> None: ...
 
 class Choices(_message.Message):
     __slots__ = ("choices",)
@@ -229,14 +231,16 @@ class TokenLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class ChoiceFinish(_message.Message):
-    __slots__ = ("index", "finish", "num_output_tokens")
+    __slots__ = ("index", "finish", "num_output_tokens", "cumulative_logprob")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CUMULATIVE_LOGPROB_FIELD_NUMBER: _ClassVar[int]
     index: int
     finish: _types_pb2.Finish
     num_output_tokens: int
-    def __init__(self, index: _Optional[int] = ..., finish: _Optional[_Union[_types_pb2.Finish, _Mapping]] = ..., num_output_tokens: _Optional[int] = ...) -> None: ...
+    cumulative_logprob: float
+    def __init__(self, index: _Optional[int] = ..., finish: _Optional[_Union[_types_pb2.Finish, _Mapping]] = ..., num_output_tokens: _Optional[int] = ..., cumulative_logprob: _Optional[float] = ...) -> None: ...
 
 class Completed(_message.Message):
     __slots__ = ("usage", "timings")

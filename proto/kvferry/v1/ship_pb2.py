@@ -26,7 +26,7 @@ from proto.kvferry.v1 import types_pb2 as proto_dot_kvferry_dot_v1_dot_types__pb
 from proto.kvferry.v1 import worker_pb2 as proto_dot_kvferry_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bproto/kvferry/v1/ship.proto\x12\nkvferry.v1\x1a\x1cproto/kvferry/v1/types.proto\x1a\x1dproto/kvferry/v1/worker.proto\"\xb5\x01\n\x0bShipRequest\x12\"\n\x05offer\x18\x01 \x01(\x0b\x32\x11.kvferry.v1.OfferH\x00\x12\'\n\x05\x62lock\x18\x02 \x01(\x0b\x32\x16.kvferry.v1.BlockFrameH\x00\x12$\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x12.kvferry.v1.CommitH\x00\x12*\n\theartbeat\x18\x04 \x01(\x0b\x32\x15.kvferry.v1.HeartbeatH\x00\x42\x07\n\x05\x65vent\"\xae\x01\n\x05Offer\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.kvferry.v1.AttemptId\x12\x16\n\x0ereceiver_epoch\x18\x02 \x01(\x04\x12$\n\x06layout\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.KvLayout\x12\x14\n\x0c\x62lock_hashes\x18\x04 \x03(\x0c\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x1a\n\x12progress_timeout_s\x18\x06 \x01(\x01\"\x89\x01\n\nBlockFrame\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.kvferry.v1.AttemptId\x12\x13\n\x0b\x62lock_index\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\"D\n\x06\x43ommit\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.kvferry.v1.AttemptId\x12\x17\n\x0f\x66irst_token_ids\x18\x02 \x03(\r\"\xb4\x01\n\x0cShipResponse\x12 \n\x04want\x18\x01 \x01(\x0b\x32\x10.kvferry.v1.WantH\x00\x12 \n\x04nack\x18\x02 \x01(\x0b\x32\x10.kvferry.v1.NackH\x00\x12+\n\ncommit_ack\x18\x03 \x01(\x0b\x32\x15.kvferry.v1.CommitAckH\x00\x12*\n\theartbeat\x18\x04 \x01(\x0b\x32\x15.kvferry.v1.HeartbeatH\x00\x42\x07\n\x05\x65vent\"\x1d\n\x04Want\x12\x15\n\rblock_indices\x18\x01 \x03(\r\"\x1b\n\x04Nack\x12\x13\n\x0b\x62lock_index\x18\x01 \x01(\r\"&\n\tCommitAck\x12\x19\n\x11\x61lready_committed\x18\x01 \x01(\x08\x32L\n\x0bShipService\x12=\n\x04Ship\x12\x17.kvferry.v1.ShipRequest\x1a\x18.kvferry.v1.ShipResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bproto/kvferry/v1/ship.proto\x12\nkvferry.v1\x1a\x1cproto/kvferry/v1/types.proto\x1a\x1dproto/kvferry/v1/worker.proto\"\xb5\x01\n\x0bShipRequest\x12\"\n\x05offer\x18\x01 \x01(\x0b\x32\x11.kvferry.v1.OfferH\x00\x12\'\n\x05\x62lock\x18\x02 \x01(\x0b\x32\x16.kvferry.v1.BlockFrameH\x00\x12$\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x12.kvferry.v1.CommitH\x00\x12*\n\theartbeat\x18\x04 \x01(\x0b\x32\x15.kvferry.v1.HeartbeatH\x00\x42\x07\n\x05\x65vent\"\xae\x01\n\x05Offer\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.kvferry.v1.AttemptId\x12\x16\n\x0ereceiver_epoch\x18\x02 \x01(\x04\x12$\n\x06layout\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.KvLayout\x12\x14\n\x0c\x62lock_hashes\x18\x04 \x03(\x0c\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x1a\n\x12progress_timeout_s\x18\x06 \x01(\x01\"\x89\x01\n\nBlockFrame\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.kvferry.v1.AttemptId\x12\x13\n\x0b\x62lock_index\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\"\\\n\x06\x43ommit\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.kvferry.v1.AttemptId\x12\x17\n\x0f\x66irst_token_ids\x18\x02 \x03(\r\x12\x16\n\x0e\x66irst_logprobs\x18\x03 \x03(\x02\"\xb4\x01\n\x0cShipResponse\x12 \n\x04want\x18\x01 \x01(\x0b\x32\x10.kvferry.v1.WantH\x00\x12 \n\x04nack\x18\x02 \x01(\x0b\x32\x10.kvferry.v1.NackH\x00\x12+\n\ncommit_ack\x18\x03 \x01(\x0b\x32\x15.kvferry.v1.CommitAckH\x00\x12*\n\theartbeat\x18\x04 \x01(\x0b\x32\x15.kvferry.v1.HeartbeatH\x00\x42\x07\n\x05\x65vent\"\x1d\n\x04Want\x12\x15\n\rblock_indices\x18\x01 \x03(\r\"\x1b\n\x04Nack\x12\x13\n\x0b\x62lock_index\x18\x01 \x01(\r\"&\n\tCommitAck\x12\x19\n\x11\x61lready_committed\x18\x01 \x01(\x08\x32L\n\x0bShipService\x12=\n\x04Ship\x12\x17.kvferry.v1.ShipRequest\x1a\x18.kvferry.v1.ShipResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,15 +40,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BLOCKFRAME']._serialized_start=466
   _globals['_BLOCKFRAME']._serialized_end=603
   _globals['_COMMIT']._serialized_start=605
-  _globals['_COMMIT']._serialized_end=673
-  _globals['_SHIPRESPONSE']._serialized_start=676
-  _globals['_SHIPRESPONSE']._serialized_end=856
-  _globals['_WANT']._serialized_start=858
-  _globals['_WANT']._serialized_end=887
-  _globals['_NACK']._serialized_start=889
-  _globals['_NACK']._serialized_end=916
-  _globals['_COMMITACK']._serialized_start=918
-  _globals['_COMMITACK']._serialized_end=956
-  _globals['_SHIPSERVICE']._serialized_start=958
-  _globals['_SHIPSERVICE']._serialized_end=1034
+  _globals['_COMMIT']._serialized_end=697
+  _globals['_SHIPRESPONSE']._serialized_start=700
+  _globals['_SHIPRESPONSE']._serialized_end=880
+  _globals['_WANT']._serialized_start=882
+  _globals['_WANT']._serialized_end=911
+  _globals['_NACK']._serialized_start=913
+  _globals['_NACK']._serialized_end=940
+  _globals['_COMMITACK']._serialized_start=942
+  _globals['_COMMITACK']._serialized_end=980
+  _globals['_SHIPSERVICE']._serialized_start=982
+  _globals['_SHIPSERVICE']._serialized_end=1058
 # @@protoc_insertion_point(module_scope)

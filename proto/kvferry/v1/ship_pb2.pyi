@@ -53,12 +53,14 @@ class BlockFrame(_message.Message):
     def __init__(self, id: _Optional[_Union[_worker_pb2.AttemptId, _Mapping]] = ..., block_index: _Optional[int] = ..., offset: _Optional[int] = ..., payload: _Optional[bytes] = ..., digest: _Optional[bytes] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("id", "first_token_ids")
+    __slots__ = ("id", "first_token_ids", "first_logprobs")
     ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     id: _worker_pb2.AttemptId
     first_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, id: _Optional[_Union[_worker_pb2.AttemptId, _Mapping]] = ..., first_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    first_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, id: _Optional[_Union[_worker_pb2.AttemptId, _Mapping]] = ..., first_token_ids: _Optional[_Iterable[int]] = ..., first_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ShipResponse(_message.Message):
     __slots__ = ("want", "nack", "commit_ack", "heartbeat")

@@ -16,7 +16,7 @@ class AttemptId(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class SequenceSpec(_message.Message):
-    __slots__ = ("id", "token_ids", "num_prompt_tokens", "sampling", "tier_rank", "deadline_unix_ms", "cache_salt", "adapter", "bypass_prefix_cache")
+    __slots__ = ("id", "token_ids", "num_prompt_tokens", "sampling", "tier_rank", "deadline_unix_ms", "cache_salt", "adapter", "bypass_prefix_cache", "choice", "num_choices", "beam", "tenant", "shared_salt")
     ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,11 @@ class SequenceSpec(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     BYPASS_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHOICES_FIELD_NUMBER: _ClassVar[int]
+    BEAM_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SHARED_SALT_FIELD_NUMBER: _ClassVar[int]
     id: AttemptId
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
@@ -35,10 +40,27 @@ class SequenceSpec(_message.Message):
     cache_salt: str
     adapter: str
     bypass_prefix_cache: bool
-    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[EffectiveSampling, _Mapping]] = ..., tier_rank: _Optional[int] = ..., deadline_unix_ms: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., bypass_prefix_cache: _Optional[bool] = ...) -> None: ...
+    choice: int
+    num_choices: int
+    beam: BeamSpec
+    tenant: str
+    shared_salt: str
+    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[EffectiveSampling, _Mapping]] = ..., tier_rank: _Optional[int] = ..., deadline_unix_ms: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., bypass_prefix_cache: _Optional[bool] = ..., choice: _Optional[int] = ..., num_choices: _Optional[int] = ..., beam: _Optional[_Union[BeamSpec, _Mapping]] = ..., tenant: _Optional[str] = ..., shared_salt: _Optional[str] = ...) -> None: ...
+
+class BeamSpec(_message.Message):
+    __slots__ = ("width", "length_penalty", "early_stopping", "num_returned")
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    EARLY_STOPPING_FIELD_NUMBER: _ClassVar[int]
+    NUM_RETURNED_FIELD_NUMBER: _ClassVar[int]
+    width: int
+    length_penalty: float
+    early_stopping: bool
+    num_returned: int
+    def __init__(self, width: _Optional[int] = ..., length_penalty: _Optional[float] = ..., early_stopping: _Optional[bool] = ..., num_returned: _Optional[int] = ...) -> None: ...
 
 class EffectiveSampling(_message.Message):
-    __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "min_tokens", "ignore_eos", "eos_token_ids", "stop_token_ids")
+    __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "min_tokens", "ignore_eos", "eos_token_ids", "stop_token_ids", "logprobs")
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +71,7 @@ class EffectiveSampling(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     temperature: float
     top_k: int
@@ -59,7 +82,8 @@ class EffectiveSampling(_message.Message):
     ignore_eos: bool
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    logprobs: bool
+    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[bool] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("progress_timeout_s",)
@@ -86,7 +110,7 @@ class WatchResponse(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., capabilities: _Optional[_Union[_types_pb2.Capabilities, _Mapping]] = ..., draining: _Optional[bool] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_used_blocks", "num_steps", "num_preemptions", "num_prefill_tokens", "num_cached_tokens", "num_sampled_tokens", "num_blocks_shipped", "shipped_bytes", "num_nacks")
+    __slots__ = ("num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_used_blocks", "num_steps", "num_preemptions", "num_prefill_tokens", "num_cached_tokens", "num_sampled_tokens", "num_blocks_shipped", "shipped_bytes", "num_nacks", "num_evictions", "num_recompute_preemptions", "num_swap_preemptions", "num_recomputed_tokens", "num_blocks_swapped_out", "num_blocks_swapped_in", "num_blocks_copied", "num_pinned_blocks", "tenant_hits")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +125,15 @@ class WorkerLoad(_message.Message):
     NUM_BLOCKS_SHIPPED_FIELD_NUMBER: _ClassVar[int]
     SHIPPED_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_NACKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECOMPUTE_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SWAP_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_SWAPPED_OUT_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_SWAPPED_IN_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_COPIED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_HITS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_blocks: int
@@ -115,7 +148,26 @@ class WorkerLoad(_message.Message):
     num_blocks_shipped: int
     shipped_bytes: int
     num_nacks: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., num_blocks_shipped: _Optional[int] = ..., shipped_bytes: _Optional[int] = ..., num_nacks: _Optional[int] = ...) -> None: ...
+    num_evictions: int
+    num_recompute_preemptions: int
+    num_swap_preemptions: int
+    num_recomputed_tokens: int
+    num_blocks_swapped_out: int
+    num_blocks_swapped_in: int
+    num_blocks_copied: int
+    num_pinned_blocks: int
+    tenant_hits: _containers.RepeatedCompositeFieldContainer[TenantHits]
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., num_blocks_shipped: _Optional[int] = ..., shipped_bytes: _Optional[int] = ..., num_nacks: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_recompute_preemptions: _Optional[int] = ..., num_swap_preemptions: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_blocks_swapped_out: _Optional[int] = ..., num_blocks_swapped_in: _Optional[int] = ..., num_blocks_copied: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., tenant_hits: _Optional[_Iterable[_Union[TenantHits, _Mapping]]] = ...) -> None: ...
+
+class TenantHits(_message.Message):
+    __slots__ = ("tenant", "num_queried_tokens", "num_hit_tokens")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUERIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    num_queried_tokens: int
+    num_hit_tokens: int
+    def __init__(self, tenant: _Optional[str] = ..., num_queried_tokens: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("sequence", "target", "progress_timeout_s")
@@ -152,20 +204,24 @@ class PrefillProgress(_message.Message):
     def __init__(self, num_computed_tokens: _Optional[int] = ...) -> None: ...
 
 class FirstToken(_message.Message):
-    __slots__ = ("token_id", "token_index", "finish", "num_cached_tokens", "queue_s", "prefill_s")
+    __slots__ = ("token_id", "token_index", "finish", "num_cached_tokens", "queue_s", "prefill_s", "choice", "logprob")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
     token_id: int
     token_index: int
     finish: _types_pb2.Finish
     num_cached_tokens: int
     queue_s: float
     prefill_s: float
-    def __init__(self, token_id: _Optional[int] = ..., token_index: _Optional[int] = ..., finish: _Optional[_Union[_types_pb2.Finish, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ...) -> None: ...
+    choice: int
+    logprob: float
+    def __init__(self, token_id: _Optional[int] = ..., token_index: _Optional[int] = ..., finish: _Optional[_Union[_types_pb2.Finish, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., choice: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
     __slots__ = ("num_blocks_shipped", "num_blocks_reused", "shipped_bytes", "ship_s", "num_nacks")
@@ -202,26 +258,30 @@ class DecodeStart(_message.Message):
     def __init__(self, sequence: _Optional[_Union[SequenceSpec, _Mapping]] = ..., local_prefill: _Optional[bool] = ..., progress_timeout_s: _Optional[float] = ...) -> None: ...
 
 class DecodeStop(_message.Message):
-    __slots__ = ("num_wanted_tokens",)
+    __slots__ = ("num_wanted_tokens", "choice")
     NUM_WANTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
     num_wanted_tokens: int
-    def __init__(self, num_wanted_tokens: _Optional[int] = ...) -> None: ...
+    choice: int
+    def __init__(self, num_wanted_tokens: _Optional[int] = ..., choice: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class DecodeResponse(_message.Message):
-    __slots__ = ("registered", "committed", "tokens", "heartbeat")
+    __slots__ = ("registered", "committed", "tokens", "heartbeat", "beams")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    BEAMS_FIELD_NUMBER: _ClassVar[int]
     registered: Registered
     committed: Committed
     tokens: DecodeTokens
     heartbeat: Heartbeat
-    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., tokens: _Optional[_Union[DecodeTokens, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    beams: Beams
+    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., tokens: _Optional[_Union[DecodeTokens, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., beams: _Optional[_Union[Beams, _Mapping]] = ...) -> None: ...
 
 class Registered(_message.Message):
     __slots__ = ("epoch", "ship_address")
@@ -240,17 +300,45 @@ class Committed(_message.Message):
     def __init__(self, attempt: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class DecodeTokens(_message.Message):
-    __slots__ = ("token_index", "token_ids", "finish", "num_cached_tokens", "queue_s", "prefill_s")
+    __slots__ = ("token_index", "token_ids", "finish", "num_cached_tokens", "queue_s", "prefill_s", "choice", "logprobs")
     TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     token_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     finish: _types_pb2.Finish
     num_cached_tokens: int
     queue_s: float
     prefill_s: float
-    def __init__(self, token_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[_types_pb2.Finish, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ...) -> None: ...
+    choice: int
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, token_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[_types_pb2.Finish, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., choice: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class Beams(_message.Message):
+    __slots__ = ("beams", "num_cached_tokens", "queue_s", "prefill_s")
+    BEAMS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    beams: _containers.RepeatedCompositeFieldContainer[Beam]
+    num_cached_tokens: int
+    queue_s: float
+    prefill_s: float
+    def __init__(self, beams: _Optional[_Iterable[_Union[Beam, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ...) -> None: ...
+
+class Beam(_message.Message):
+    __slots__ = ("token_ids", "finish", "cumulative_logprob", "score")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    CUMULATIVE_LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    finish: _types_pb2.Finish
+    cumulative_logprob: float
+    score: float
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[_types_pb2.Finish, _Mapping]] = ..., cumulative_logprob: _Optional[float] = ..., score: _Optional[float] = ...) -> None: ...

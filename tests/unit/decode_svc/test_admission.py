@@ -6,6 +6,7 @@ import pytest
 
 from decode_svc.admission import DecodeAdmission, Reservation
 from engine.core import EngineCore, EngineLimits
+from engine.forward_batch import SampledToken
 from engine.outputs import GrantMade, SequenceCommitted, TokenSampled
 from engine.scripted import ScriptedRunner, reference_continuation, slots_of
 from engine.sequence import Priority, Sequence
@@ -52,6 +53,10 @@ def fill(admission: DecodeAdmission, made: Sequence, reservation: Reservation) -
         runner.block_view(reservation.block_ids[index])[:] = contents[index * size : (index + 1) * size]
 
 
+def tokens(token_ids: list[int]) -> list[SampledToken]:
+    return [SampledToken(token_id) for token_id in token_ids]
+
+
 def run(admission: DecodeAdmission) -> dict[str, list[int]]:
     """Steps until nothing is left to run; output tokens by sequence."""
     tokens: dict[str, list[int]] = {}
@@ -70,7 +75,7 @@ def ship(admission: DecodeAdmission, made: Sequence) -> list[int]:
     assert [output.seq_id for output in admission.poll()] == [made.seq_id]
     fill(admission, made, admission.reservation(made.seq_id))
     first = reference_continuation(made.token_ids, 1)
-    assert admission.commit(made.seq_id, first) is CommitOutcome.COMMITTED
+    assert admission.commit(made.seq_id, tokens(first)) is CommitOutcome.COMMITTED
     return first
 
 
@@ -146,11 +151,11 @@ def test_a_second_commit_and_a_second_offer_change_nothing() -> None:
     admission = make()
     made = sequence(admission, "a", [1, 2, 3])
     first = ship(admission, made)
-    assert admission.commit("a", [999]) is CommitOutcome.ALREADY_COMMITTED
+    assert admission.commit("a", tokens([999])) is CommitOutcome.ALREADY_COMMITTED
     assert offer(admission, made) is False
     admission.withdraw("a", 0)  # the shipment's own end must not take the running sequence's blocks
     assert first + run(admission)["a"] == reference_continuation([1, 2, 3], 5)
-    assert admission.commit("a", [999]) is CommitOutcome.ALREADY_COMMITTED
+    assert admission.commit("a", tokens([999])) is CommitOutcome.ALREADY_COMMITTED
 
 
 def test_what_is_not_registered_or_does_not_fit_is_refused() -> None:
@@ -163,7 +168,7 @@ def test_what_is_not_registered_or_does_not_fit_is_refused() -> None:
     with pytest.raises(FailedPrecondition, match="block_hashes"):
         admission.offer("a", [b"x" * 32, b"y" * 32], 8)
     with pytest.raises(NotFound, match="no reservation"):
-        admission.commit("a", [1])
+        admission.commit("a", tokens([1]))
     offer(admission, made)
     with pytest.raises(FailedPrecondition, match="being shipped already"):
         offer(admission, made)

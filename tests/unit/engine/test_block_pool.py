@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.block_pool import BlockCounts, BlockPool
+from engine.block_pool import MAX_PINS, BlockCounts, BlockPool, BlockQuota, PoolCensus, Room, TenantBlocks
+from kvferry.errors import ResourceExhausted
 
 
 def test_allocates_all_or_nothing() -> None:
@@ -116,3 +118,272 @@ def test_check_integrity_finds_a_leak() -> None:
     pool.allocate(1)
     with pytest.raises(AssertionError, match="count 1, holders 0"):
         pool.check_integrity({})
+
+
+# -- quotas -----------------------------------------------------------------------------------------------------------
+
+
+def cache(pool: BlockPool, num_blocks: int, first: int = 0, tenant: str = "") -> list[int]:
+    """Takes blocks, publishes them under the hashes first, first + 1 …, and frees them, the deepest first."""
+    blocks = pool.allocate(num_blocks, tenant)
+    assert blocks is not None
+    for index, block_id in enumerate(blocks, start=first):
+        pool.publish(block_id, bytes([index]), [index])
+    pool.free(reversed(blocks))
+    return blocks
+
+
+def test_a_tenant_takes_no_more_than_its_quota() -> None:
+    pool = BlockPool(8, {"a": BlockQuota(max_used_blocks=3)})
+    assert pool.allocate(4, "a") is None
+    assert pool.allocate(3, "a") == [0, 1, 2]
+    assert pool.allocate(1, "a") is None
+    assert pool.room(1, tenant="a") is Room.OVER_QUOTA
+    assert pool.room(5, tenant="b") is Room.ENOUGH
+    assert pool.room(5, spare=1, tenant="b") is Room.NO_BLOCKS
+    assert pool.max_used_blocks("a") == 3
+    assert pool.max_used_blocks("b") == 8
+    pool.free([2])
+    assert pool.allocate(1, "a") == [2]
+
+
+def test_revived_blocks_count_for_the_quota_of_their_owner_only() -> None:
+    pool = BlockPool(8, {"a": BlockQuota(max_used_blocks=3)})
+    own = cache(pool, 2, first=0, tenant="a")
+    foreign = cache(pool, 2, first=2, tenant="b")
+    assert pool.room(1, revived=own, tenant="a") is Room.ENOUGH
+    assert pool.room(2, revived=own, tenant="a") is Room.OVER_QUOTA
+    assert pool.room(3, revived=foreign, tenant="a") is Room.ENOUGH
+    pool.touch(own[0])
+    assert pool.room(1, revived=own, tenant="a") is Room.ENOUGH, "a block in use costs nothing more"
+    assert pool.allocate(3, "a") is None, "the revived block is charged"
+    assert pool.room(6, revived=foreign, tenant="b") is Room.NO_BLOCKS
+
+
+def test_beyond_the_quota_of_cached_blocks_the_oldest_is_dropped() -> None:
+    pool = BlockPool(8, {"a": BlockQuota(max_cached_blocks=2)})
+    cache(pool, 3, first=0, tenant="a")  # freed 2, 1, 0
+    assert pool.lookup(bytes([2]), [2]) is None
+    assert pool.lookup(bytes([0]), [0]) == 0
+    cache(pool, 3, first=3, tenant="b")
+    assert pool.counts == BlockCounts(free=3, cached=5, used=0)
+    assert pool.num_evictions == 1
+    pool.check_integrity({})
+
+
+def test_a_quota_of_no_cached_blocks_caches_nothing() -> None:
+    pool = BlockPool(2, {"a": BlockQuota(max_cached_blocks=0)})
+    cache(pool, 2, tenant="a")
+    assert pool.counts == BlockCounts(free=2, cached=0, used=0)
+
+
+def test_flush_of_one_tenant_leaves_the_others_blocks() -> None:
+    pool = BlockPool(8, {"a": BlockQuota(max_used_blocks=8)})
+    cache(pool, 2, first=0, tenant="a")
+    cache(pool, 3, first=2, tenant="b")
+    assert pool.flush("a") == 2
+    assert pool.counts == BlockCounts(free=5, cached=3, used=0)
+    pool.check_integrity({})
+
+
+def test_the_census_counts_by_tenant_and_by_holders() -> None:
+    pool = BlockPool(8, {"a": BlockQuota(max_used_blocks=8)})
+    cached = cache(pool, 2, first=0, tenant="a")
+    shared, lone = pool.allocate(2, "b") or [-1, -1]
+    pool.touch(shared)
+    pool.pin("system", cached[:1], tenant="a")
+    assert pool.census() == PoolCensus(
+        {1: 2, 2: 1}, {"a": TenantBlocks(num_used=1, num_cached=1, num_pinned=1), "b": TenantBlocks(num_used=2)}
+    )
+    pool.check_integrity({shared: 2, lone: 1})
+
+
+# -- pins -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_pinned_block_survives_eviction_until_it_is_unpinned() -> None:
+    pool = BlockPool(4)
+    first, _ = cache(pool, 2)
+    assert pool.pin("system", [first]) == 1
+    assert pool.num_pinned == 1
+    taken = pool.allocate(3)
+    assert taken is not None
+    assert pool.allocate(1) is None
+    assert pool.lookup(bytes([0]), [0]) == first
+    assert pool.lookup(bytes([1]), [1]) is None
+    assert pool.unpin("system") == 1
+    assert pool.unpin("system") == 0
+    assert pool.allocate(1) == [first]
+    pool.check_integrity(dict.fromkeys([*taken, first], 1))
+
+
+def test_pins_of_one_block_are_independent_and_a_name_grows() -> None:
+    pool = BlockPool(8)
+    blocks = cache(pool, 3)
+    assert pool.pin("x", blocks[:1], tenant="a") == 1
+    assert pool.pin("x", blocks[:2], tenant="b") == 2
+    assert pool.pin("x", blocks[1:], tenant="a") == 3
+    assert pool.num_pinned == 3
+    assert pool.unpin("x", tenant="a") == 3
+    assert pool.num_pinned == 2
+    pool.check_integrity({})
+    assert pool.unpin_all() == 2
+    assert pool.counts.used == 0
+
+
+def test_too_many_pinned_blocks_are_refused_with_the_numbers() -> None:
+    pool = BlockPool(8, {"a": BlockQuota(max_used_blocks=3)})
+    blocks = cache(pool, 6, tenant="b")
+    pool.pin("x", blocks[:3])
+    with pytest.raises(ResourceExhausted, match="2 more blocks beside 3 pinned ones are beyond 4"):
+        pool.pin("y", blocks[2:5])
+    assert pool.num_pinned == 3
+    pool.unpin("x")
+    pool.flush()
+    own = cache(pool, 2, tenant="a")
+    pool.allocate(2, "a")
+    with pytest.raises(ResourceExhausted, match="2 more blocks beside 2 used ones are beyond 3, the quota of"):
+        pool.pin("z", own)
+    assert pool.num_pinned == 0
+
+
+def test_the_number_of_pins_is_bounded() -> None:
+    pool = BlockPool(4)
+    (block_id,) = cache(pool, 1)
+    for index in range(MAX_PINS):
+        pool.pin(str(index), [block_id])
+    with pytest.raises(ResourceExhausted, match=f"{MAX_PINS} pins"):
+        pool.pin("one more", [block_id])
+    assert pool.pin("0", [block_id]) == 1
+
+
+def test_only_published_blocks_can_be_pinned() -> None:
+    pool = BlockPool(4)
+    blocks = pool.allocate(1)
+    assert blocks is not None
+    with pytest.raises(ValueError, match="not published"):
+        pool.pin("x", blocks)
+
+
+def test_unpublishing_ends_the_pins_of_a_block() -> None:
+    pool = BlockPool(8)
+    blocks = cache(pool, 3)
+    pool.pin("x", blocks[:2])
+    pool.pin("y", blocks[:1])
+    pool.unpublish(blocks[0])
+    assert pool.num_pinned == 1
+    pool.check_integrity({})
+    assert pool.flush() == 2
+    assert pool.counts == BlockCounts(free=8, cached=0, used=0)
+    assert pool.unpin("x") == 0
+
+
+# -- everything at once -----------------------------------------------------------------------------------------------
+
+TENANTS = ("", "a", "b", "c")
+QUOTAS = {"a": BlockQuota(5, 3), "b": BlockQuota(None, 2), "c": BlockQuota(4, None)}
+
+
+class PoolUser:
+    """Random use of a small pool beside what it must answer, from its own books; the pool is checked after each act."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.pool = BlockPool(12, QUOTAS)
+        self.held: list[list[int]] = []
+        self.refused: Counter[Room] = Counter()
+
+    def act(self) -> None:
+        acts = [self.take, self.take, self.hit, self.share, self.publish, self.publish, self.free, self.free]
+        acts += [self.pin, self.unpin, self.unpublish] * (self.random.random() < 0.3)
+        acts += [self.flush] * (self.random.random() < 0.05)
+        self.random.choice(acts)()
+        self.pool.check_integrity(Counter(block_id for blocks in self.held for block_id in blocks))
+
+    def used_by(self, tenant: str) -> int:
+        pool = self.pool
+        return sum(pool.ref_count(i) > 0 and pool.tenant(i) == tenant for i in range(pool.num_blocks))
+
+    def take(self) -> None:
+        tenant, num_blocks = self.random.choice(TENANTS), self.random.randrange(5)
+        limit = QUOTAS[tenant].max_used_blocks if tenant in QUOTAS else None
+        over = limit is not None and self.used_by(tenant) + num_blocks > limit
+        expected = Room.OVER_QUOTA if over else Room.ENOUGH
+        if not over and num_blocks > self.pool.counts.available:
+            expected = Room.NO_BLOCKS
+        assert self.pool.room(num_blocks, tenant=tenant) is expected
+        before = self.pool.counts
+        blocks = self.pool.allocate(num_blocks, tenant)
+        assert (blocks is None) == (expected is not Room.ENOUGH)
+        self.refused[expected] += 1
+        if blocks is None:
+            assert self.pool.counts == before
+        else:
+            assert not {i for held in self.held for i in held} & set(blocks), "a block in use was given away"
+            assert all(self.pool.tenant(block_id) == tenant for block_id in blocks)
+            self.held.append(blocks)
+
+    def hit(self) -> None:
+        found = self.find()
+        if found is not None:
+            self.pool.touch(found)
+            self.held.append([found])
+
+    def find(self) -> int | None:
+        content = self.random.randrange(20)
+        return self.pool.lookup(bytes([content]), [content])
+
+    def choose(self) -> list[int]:
+        return self.random.choice(self.held) if self.held else []
+
+    def share(self) -> None:
+        chosen = list(self.choose())
+        for block_id in chosen:
+            self.pool.touch(block_id)
+        self.held.append(chosen)
+
+    def publish(self) -> None:
+        for block_id in self.choose():
+            content = self.random.randrange(20)
+            self.pool.publish(block_id, bytes([content]), [content])
+
+    def free(self) -> None:
+        chosen = self.choose()
+        if self.held:
+            self.held.remove(chosen)
+        self.pool.free(reversed(chosen))
+
+    def pin(self) -> None:
+        found = {block_id for block_id in (self.find() for _ in range(3)) if block_id is not None}
+        before = self.pool.census()
+        try:
+            self.pool.pin(self.random.choice("xyz"), found, tenant=self.random.choice(TENANTS))
+        except ResourceExhausted:
+            assert self.pool.census() == before
+
+    def unpin(self) -> None:
+        self.pool.unpin(self.random.choice("xyz"), tenant=self.random.choice(TENANTS))
+
+    def unpublish(self) -> None:
+        found = self.find()
+        if found is not None:
+            self.pool.unpublish(found)
+
+    def flush(self) -> None:
+        tenant = self.random.choice([None, *TENANTS])
+        self.pool.flush(tenant)
+        assert not [i for i in self.pool._by_hash.values() if tenant in (None, self.pool.tenant(i))]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tens_of_thousands_of_random_acts_keep_the_books(seed: int) -> None:
+    user = PoolUser(seed)
+    for _ in range(20_000):
+        user.act()
+    assert min(user.refused[room] for room in Room) > 100, f"the run did not visit all answers: {user.refused}"
+    assert user.pool.num_evictions > 100
+    for blocks in user.held:
+        user.pool.free(blocks)
+    user.pool.unpin_all()
+    user.pool.flush()
+    assert user.pool.counts == BlockCounts(free=12, cached=0, used=0)

@@ -33,6 +33,11 @@ COMMANDS = [
     ("models", "list"),
     ("models", "prepare"),
     ("workers",),
+    ("cache",),
+    ("cache", "stats"),
+    ("cache", "flush"),
+    ("cache", "pin"),
+    ("cache", "unpin"),
     ("config",),
 ]
 WORKER = inference_pb2.WorkerInfo(
@@ -108,6 +113,23 @@ async def test_generate_writes_the_text(environment: dict[str, str], router: Run
     outcome = await kvferry(environment, "generate", "--target", router.address, "-", stdin="from a pipe")
     assert outcome == Outcome(0, TEXT + "\n", "")
     assert router.fake.requests[0].text == "from a pipe"
+
+
+async def test_generate_shows_several_choices_one_after_the_other(environment: dict[str, str], router: Running) -> None:
+    arguments = ("generate", "--target", router.address, "--n", "3", "--best-of", "4", "x")
+    outcome = await kvferry(environment, *arguments)
+    text = f"--- choice 0\n{TEXT}\n--- choice 1\nnumber 1\n--- choice 2\nnumber 2\n"
+    assert outcome == Outcome(0, text, "")
+    assert router.fake.requests[0].sampling == inference_pb2.SamplingOptions(n=3, best_of=4)
+    assert not router.fake.requests[0].HasField("beam_search")
+
+
+async def test_generate_asks_for_a_beam_search(environment: dict[str, str], router: Running) -> None:
+    beams = ("--beam-width", "4", "--length-penalty", "0.5", "--early-stopping", "--n", "2")
+    outcome = await kvferry(environment, "generate", "--target", router.address, "--json", *beams, "x")
+    assert [choice["cumulative_logprob"] for choice in json.loads(outcome.stdout)["choices"]] == [None, -1.0]
+    expected = inference_pb2.BeamSearch(width=4, length_penalty=0.5, early_stopping=True)
+    assert router.fake.requests[0].beam_search == expected
 
 
 async def test_target_comes_from_the_configuration_too(environment: dict[str, str], router: Running) -> None:
@@ -231,6 +253,18 @@ async def test_configuration_can_be_written_to_the_file_it_is_read_from(
     assert [path.name for path in tmp_path.iterdir()] == ["kvferry.toml"]
     config = load_config(file)
     assert (config.engine.block_size, config.engine.max_running) == (8, 3)
+
+
+async def test_api_keys_are_printed_only_when_asked_for(environment: dict[str, str], tmp_path: Path) -> None:
+    file = tmp_path / "kvferry.toml"
+    file.write_text('[[tenants]]\nname = "a"\napi_keys = ["SECRET-of-tenant-a"]\n')
+    hidden = await kvferry(environment, "config", "--config", str(file))
+    assert hidden.code == 0 and 'name = "a"' in hidden.stdout and "SECRET" not in hidden.stdout
+    refused = await kvferry(environment, "config", "--config", str(file), "--output", str(file))
+    assert refused.code == 1 and refused.stderr.startswith("error: --output: the configuration holds API keys")
+    assert (await kvferry(environment, "config", "--config", str(file), "--output", str(file), "--show-keys")).code == 0
+    assert load_config(file).own_key == "SECRET-of-tenant-a"
+    assert file.stat().st_mode & 0o777 == 0o600
 
 
 async def test_models_list_shows_what_is_prepared(environment: dict[str, str]) -> None:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvferry.client import ChatMessage, Client, GenerateOptions, Prompt
+from kvferry.client import ChatMessage, Client, GenerateOptions, PinOptions, Prompt
 from kvferry.errors import DataLoss, InvalidArgument
 from kvferry.sampling import Finish, FinishKind
 from proto.kvferry.v1 import inference_pb2
@@ -86,3 +86,18 @@ def test_values_that_do_not_fit_are_refused_by_name(options: GenerateOptions, fi
     with pytest.raises(InvalidArgument) as caught:
         options.to_pb()
     assert caught.value.field == field
+
+
+def test_options_of_the_cache_and_of_a_pin() -> None:
+    request = GenerateOptions(prompt="x", cache_salt="c", shared_salt="s", bypass_prefix_cache=True).to_pb()
+    assert (request.cache.cache_salt, request.cache.shared_salt, request.cache.bypass_prefix_cache) == ("c", "s", True)
+    assert not GenerateOptions(prompt="x").to_pb().HasField("cache")
+    pin = PinOptions("name", [ChatMessage("user", "hi")], shared_salt="s", tenant="t").to_pb()
+    assert (pin.name, pin.chat.messages[0].content, pin.cache.shared_salt, pin.tenant) == ("name", "hi", "s", "t")
+
+
+@pytest.mark.parametrize("key", ["", "a b", "line\nfeed", "schlüssel"])
+async def test_a_key_that_no_header_can_carry_is_refused_without_repeating_it(key: str) -> None:
+    with pytest.raises(InvalidArgument, match="printable ASCII") as caught:
+        Client("127.0.0.1:1", api_key=key)
+    assert not key or key not in caught.value.message

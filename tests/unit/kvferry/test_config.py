@@ -16,6 +16,7 @@ from kvferry.config import (
     child_environment,
     load_config,
     to_toml,
+    write_private,
 )
 from kvferry.errors import InvalidArgument, NotFound
 from kvferry.host import memory_limit_bytes, num_cores
@@ -198,3 +199,107 @@ def test_public_name_is_the_last_part_of_a_path() -> None:
     assert ModelConfig(name="Qwen2.5-0.5B-Instruct").public_name == "Qwen2.5-0.5B-Instruct"
     assert ModelConfig(name="/models/Qwen2.5-0.5B.Q4_1.gguf").public_name == "Qwen2.5-0.5B.Q4_1"
     assert ModelConfig(name="x", served_name="y").public_name == "y"
+
+
+# -- tenants and their keys -------------------------------------------------------------------------------------------
+
+TENANTS = """
+[[tenants]]
+name = "search"
+api_keys = ["first-key-of-search", "second-key-of-search"]
+admin = true
+max_used_share = 0.5
+
+[[tenants]]
+name = "chat"
+api_keys = ["only-key-of-chat"]
+max_cached_share = 0.25
+
+[client]
+api_key = "key-of-this-client"
+"""
+SECRETS = ("first-key-of-search", "second-key-of-search", "only-key-of-chat", "key-of-this-client")
+
+
+@pytest.fixture
+def with_tenants(tmp_path: Path) -> Config:
+    file = tmp_path / "tenants.toml"
+    file.write_text(TENANTS)
+    return load_config(file)
+
+
+def test_tenants_are_read_and_survive_a_child_processes_file(with_tenants: Config, tmp_path: Path) -> None:
+    search, chat = with_tenants.tenants
+    assert (search.name, search.admin, search.max_used_share, search.max_cached_share) == ("search", True, 0.5, None)
+    assert [key.get_secret_value() for key in chat.api_keys] == ["only-key-of-chat"]
+    assert with_tenants.own_key == "first-key-of-search"
+    file = tmp_path / "child.toml"
+    write_private(file, to_toml(with_tenants, show_keys=True))
+    assert load_config(file) == with_tenants
+    assert file.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(FileExistsError):
+        write_private(file, "")
+
+
+def test_keys_are_hidden_unless_asked_for(with_tenants: Config, tmp_path: Path) -> None:
+    for shown in (to_toml(with_tenants), repr(with_tenants), str(with_tenants.tenants)):
+        assert not [secret for secret in SECRETS if secret in shown]
+    file = tmp_path / "hidden.toml"
+    file.write_text(to_toml(with_tenants))
+    assert "# api_keys is hidden: 2" in file.read_text()
+    read = load_config(file)
+    assert [tenant.name for tenant in read.tenants] == ["search", "chat"]
+    assert not read.has_keys, "what stands for a hidden key must never become one"
+
+
+def test_workers_get_the_tenants_without_their_keys(with_tenants: Config) -> None:
+    for_workers = with_tenants.without_keys()
+    assert with_tenants.has_keys and not for_workers.has_keys
+    assert [tenant.max_used_share for tenant in for_workers.tenants] == [0.5, None]
+
+
+@pytest.mark.parametrize(
+    ("table", "field", "words"),
+    [
+        ('name = "a"\napi_keys = ["SECRET7"]', "tenants.0.api_keys.0", "8 … 512 characters; this one has 7"),
+        ('name = "a"\napi_keys = ["SECRET with space"]', "tenants.0.api_keys.0", "printable ASCII"),
+        ('name = "a"\napi_keys = ["**********"]', "tenants.0.api_keys.0", "asterisks stand for"),
+        ('name = "a"\napi_keys = "SECRET-no-list"', "tenants.0.api_keys", "valid tuple"),
+        ('name = "a"\napi_key = "SECRET-misnamed"', "tenants.0.api_key", "the nearest known one is tenants.api_keys"),
+        ('name = "a"\nmax_used_share = 0', "tenants.0.max_used_share", "greater than 0, got 0"),
+        ('name = "a b"', "tenants.0.name", "got 'a b'"),
+        ('name = "a"\n[[tenants]]\nname = "a"', "configuration", "names must differ, got a, a"),
+        (
+            'name = "a"\napi_keys = ["SECRET-same"]\n[[tenants]]\nname = "b"\napi_keys = ["SECRET-same"]',
+            "configuration",
+            "a and b have one API key in common",
+        ),
+    ],
+)
+def test_faults_of_tenants_name_the_key_and_never_show_a_secret(
+    tmp_path: Path, table: str, field: str, words: str
+) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text(f"[[tenants]]\n{table}\n")
+    with pytest.raises(InvalidArgument) as caught:
+        load_config(file)
+    assert caught.value.field == field
+    assert words in caught.value.message
+    assert "SECRET" not in caught.value.message
+
+
+def test_the_clients_key_comes_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_CLIENT__API_KEY", "key-from-environment")
+    key = load_config().client.api_key
+    assert key is not None and key.get_secret_value() == "key-from-environment"
+    monkeypatch.setenv("KVFERRY_CLIENT__API_KEY", "SECRET7")
+    with pytest.raises(InvalidArgument, match=r"client\.api_key") as caught:
+        load_config()
+    assert "SECRET" not in caught.value.message
+
+
+def test_the_host_pool_is_bounded_in_blocks() -> None:
+    engine = EngineConfig(swap_memory_bytes=1 << 20)
+    assert engine.swap_blocks(1 << 16) == 16
+    assert EngineConfig().swap_blocks(8) == MAX_DEFAULT_BLOCKS
+    assert EngineConfig(swap_memory_bytes=0).swap_blocks(1 << 16) == 0

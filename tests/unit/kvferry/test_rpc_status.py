@@ -15,7 +15,9 @@ from kvferry.errors import (
     InvalidArgument,
     KvferryError,
     NotFound,
+    PermissionDenied,
     ResourceExhausted,
+    Unauthenticated,
     Unavailable,
     UnsupportedField,
 )
@@ -25,6 +27,8 @@ ERRORS = [
     InvalidArgument("sampling.temperature", "must be at least 0, got -1"),
     UnsupportedField("beam_search"),
     NotFound("no adapter x", field="adapter"),
+    Unauthenticated("no API key"),
+    PermissionDenied("another's", field="tenant"),
     FailedPrecondition("block_size: 16 here, 32 there"),
     ResourceExhausted("no room", retry_after_s=1.5),
     ResourceExhausted("never fits"),
@@ -54,6 +58,8 @@ def test_errors_round_trip(error: KvferryError) -> None:
         (grpc.StatusCode.UNAVAILABLE, Unavailable),
         (grpc.StatusCode.INVALID_ARGUMENT, InvalidArgument),
         (grpc.StatusCode.UNIMPLEMENTED, UnsupportedField),
+        (grpc.StatusCode.UNAUTHENTICATED, Unauthenticated),
+        (grpc.StatusCode.PERMISSION_DENIED, PermissionDenied),
         (grpc.StatusCode.UNKNOWN, Internal),
     ],
 )

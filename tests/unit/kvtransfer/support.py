@@ -71,6 +71,7 @@ class MemoryHost:
     commit_gate: asyncio.Event | None = None
     blocks: dict[int, bytearray] = field(default_factory=dict)
     first_token_ids: tuple[int, ...] = ()
+    first_logprobs: tuple[float, ...] = ()
     num_releases: int = 0
     num_wrong: int = 0
     granting: asyncio.Event = field(default_factory=asyncio.Event)
@@ -97,11 +98,11 @@ class MemoryHost:
         self.num_wrong += not is_right
         return is_right
 
-    async def commit(self, first_token_ids: tuple[int, ...]) -> CommitOutcome:
+    async def commit(self, first_token_ids: tuple[int, ...], first_logprobs: tuple[float, ...]) -> CommitOutcome:
         self.committing.set()
         if self.commit_gate is not None:
             await self.commit_gate.wait()
-        self.first_token_ids = first_token_ids
+        self.first_token_ids, self.first_logprobs = first_token_ids, first_logprobs
         return self.commit_outcome
 
     def release(self) -> None:

@@ -13,7 +13,7 @@ from prefill_svc.task import (
     PrefillTask,
     ReportDone,
     ReportFirstToken,
-    ShipFirstToken,
+    ShipFirstTokens,
     ShipTokens,
 )
 
@@ -25,7 +25,7 @@ def test_blocks_leave_with_every_chunk_and_the_first_token_commits() -> None:
     assert task.on_output(SequenceStarted("a", 16, at_ns=30)) == [OpenShipment(), ShipTokens(16)]
     assert task.on_output(ChunkComputed("a", 16, 32, 30, 40)) == [ShipTokens(32)]
     report = ReportFirstToken(7, 0, None, num_cached_tokens=16, queue_ns=20, prefill_ns=15)
-    assert task.on_output(TokenSampled("a", 0, 7, None, at_ns=45)) == [report, ShipFirstToken(7)]
+    assert task.on_output(TokenSampled("a", 0, 7, None, at_ns=45)) == [report, ShipFirstTokens((7,))]
     summary = ShipSummary(num_blocks_shipped=2)
     assert not task.is_over
     assert task.on_shipped(summary) == [ReportDone(summary)]

@@ -34,6 +34,21 @@ async def test_deltas_that_wait_are_merged_in_order() -> None:
     assert kinds[1] == delta(0, 5, 6, text="ab")
 
 
+async def test_deltas_of_choices_are_merged_each_for_itself() -> None:
+    outbox = Outbox()
+    for choice, token_id in ((0, 5), (1, 6), (0, 7), (1, 8)):
+        message = delta(0 if token_id < 7 else 1, token_id)
+        message.delta.index = choice
+        outbox.put(message)
+    first, second = (message.delta for message in outbox.take_all())
+    assert (first.index, list(first.token_ids)) == (0, [5, 7])
+    assert (second.index, list(second.token_ids)) == (1, [6, 8])
+    outbox.put(delta(2, 9))
+    assert await outbox.take() == delta(2, 9), "what was taken is not merged into"
+    outbox.put(delta(3, 9))
+    assert await outbox.take() == delta(3, 9)
+
+
 async def test_merging_is_bounded() -> None:
     outbox = Outbox()
     for index in range(MAX_MERGED_TOKENS * 2):

@@ -140,7 +140,7 @@ async def test_stop_string_tells_decode_how_many_are_wanted(start_router: StartR
         network.overshoot = 3
         answer = await router.generate(ask(max_tokens=200, stop=("LO",)))
         assert answer.text == "HEL"
-        assert network.decode[0].stops == [5]
+        assert network.decode[0].stops == [(0, 5)]
         assert answer.completed.timings.num_overshoot_tokens >= 3
 
 

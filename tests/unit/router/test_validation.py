@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
-from kvferry.errors import InvalidArgument, KvferryError, NotFound, ResourceExhausted, UnsupportedField
+from kvferry.errors import (
+    InvalidArgument,
+    KvferryError,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+    UnsupportedField,
+)
+from kvferry.sampling import BeamParams
 from proto.kvferry.v1 import inference_pb2 as pb
 from router.validation import (
     MAX_STOP_STRING_CHARS,
@@ -22,6 +30,7 @@ from router.validation import (
     TextPrompt,
     TokenPrompt,
     fit,
+    num_decode_blocks,
     validate,
 )
 
@@ -39,8 +48,8 @@ LIMITS = Limits(
 )
 
 
-def checked(message: pb.GenerateRequest, limits: Limits = LIMITS) -> Request:
-    return validate(message, limits, lambda: 7)
+def checked(message: pb.GenerateRequest, limits: Limits = LIMITS, tenant: str = "") -> Request:
+    return validate(message, limits, lambda: 7, tenant=tenant)
 
 
 def with_prompt(**fields: object) -> pb.GenerateRequest:
@@ -99,10 +108,11 @@ FULL_VALUES: dict[str, object] = {
     "response.echo": True,
     "cache.bypass_prefix_cache": True,
     "cache.cache_salt": "salt",
+    "cache.shared_salt": "salt",
 }
 SECTIONS = ("sampling", "stopping", "response", "cache")
-SAME_AS_DEFAULT = {"model"}
-"""Honoured, but with one served model there is only one value."""
+SAME_AS_DEFAULT = {"model", "tenant"}
+"""Honoured, but there is only one value: that of the one served model, that of the API key."""
 
 
 def leaf_names(descriptor: Any, prefix: str = "") -> list[str]:
@@ -131,7 +141,8 @@ def test_every_field_is_honoured_or_refused_by_name(name: str) -> None:
             checked(message)
         assert refused.value.field == name
     else:
-        assert (checked(message) != checked(with_prompt())) or name in SAME_AS_DEFAULT
+        plain = checked(with_prompt(), tenant="t")
+        assert (checked(message, tenant="t") != plain) or name in SAME_AS_DEFAULT
 
 
 def test_the_neutral_value_of_an_unsupported_field_is_accepted() -> None:
@@ -193,6 +204,42 @@ BAD: list[tuple[dict[str, Any], type[KvferryError], str]] = [
         for value in (0.0, -1.0, NAN, INF)
     ),
     ({"text": "a", "cache": {"cache_salt": "x" * 257}}, InvalidArgument, "cache_salt.*256"),
+    ({"text": "a", "cache": {"shared_salt": "x" * 257}}, InvalidArgument, "shared_salt.*256"),
+    ({"text": "a", "tenant": "other"}, PermissionDenied, "tenant"),
+    *(
+        ({"text": "a", "sampling": sampling}, InvalidArgument, message)
+        for sampling, message in (
+            ({"n": 0}, "sampling.n: 0 .* 1 and 64"),
+            ({"n": 65}, "sampling.n: 65 .* 1 and 64"),
+            ({"n": 3, "best_of": 2}, "sampling.best_of: 2 .* n, 3, and 64"),
+            ({"best_of": 65}, "sampling.best_of: 65 .* 64"),
+            ({"n": 2, "temperature": 0}, "sampling.n: n > 1 with temperature 0 gives n equal choices"),
+            ({"best_of": 2, "temperature": 1e-6}, "sampling.best_of: best_of > 1 with temperature 0"),
+        )
+    ),
+    *(
+        ({"text": "a", "beam_search": beam}, InvalidArgument, message)
+        for beam, message in (
+            ({}, "beam_search.width: 0 .* 1 and 16"),
+            ({"width": 17}, "beam_search.width: 17 .* 1 and 16"),
+            ({"width": 2, "length_penalty": NAN}, "beam_search.length_penalty"),
+            ({"width": 2, "length_penalty": INF}, "beam_search.length_penalty"),
+        )
+    ),
+    *(
+        ({"text": "a", "beam_search": {"width": 2}, section: fields}, InvalidArgument, message)
+        for section, fields, message in (
+            ("sampling", {"n": 3}, "sampling.n: 3 is above beam_search.width, 2"),
+            ("sampling", {"n": 1, "best_of": 2}, "sampling.best_of: cannot be combined with beam_search"),
+            ("sampling", {"temperature": 0.5}, "sampling.temperature: cannot be combined"),
+            ("sampling", {"top_p": 0.5}, "sampling.top_p: cannot be combined"),
+            ("sampling", {"top_k": 5}, "sampling.top_k: cannot be combined"),
+            ("sampling", {"min_p": 0.5}, "sampling.min_p: cannot be combined"),
+            ("sampling", {"seed": 5}, "sampling.seed: cannot be combined"),
+            ("stopping", {"stop": ["x"]}, "stopping.stop: cannot be combined"),
+            ("stopping", {"min_tokens": 1}, "stopping.min_tokens: cannot be combined"),
+        )
+    ),
 ]
 
 
@@ -242,3 +289,62 @@ def test_what_no_pool_holds_is_refused_with_both_numbers() -> None:
     assert fit(stopping(), 30, small) == 3
     with pytest.raises(ResourceExhausted, match=r"needs 2 KV blocks .* prefill worker has 1"):
         fit(stopping(max_tokens=1), 17, replace(LIMITS, num_prefill_blocks=1))
+
+
+# --- several choices and beams ---
+
+
+def test_best_of_is_n_where_it_is_left_out() -> None:
+    request = checked(with_prompt(sampling=pb.SamplingOptions(n=3)))
+    assert (request.n, request.best_of, request.ranks_candidates) == (3, 3, False)
+    assert not request.sampling_params(4, ()).logprobs
+    request = checked(with_prompt(sampling=pb.SamplingOptions(n=1, best_of=4)))
+    assert (request.n, request.best_of, request.ranks_candidates) == (1, 4, True)
+    assert request.sampling_params(4, ()).logprobs
+
+
+def beams(width: int, n: int = 1, **fields: object) -> Request:
+    sampling = pb.SamplingOptions(n=n, temperature=0, top_p=1, min_p=0, best_of=n)
+    return checked(with_prompt(beam_search={"width": width, **fields}, sampling=sampling))
+
+
+def test_beam_search_has_defaults_and_takes_neutral_sampling_fields() -> None:
+    request = beams(4, n=2)
+    assert request.beam == BeamParams(width=4, length_penalty=1.0, early_stopping=False, num_returned=2)
+    assert (request.n, request.best_of, request.ranks_candidates) == (2, 2, False)
+    assert beams(1, length_penalty=-2.5).beam == BeamParams(width=1, length_penalty=-2.5)
+    assert beams(1, length_penalty=0.0, early_stopping=True).beam == BeamParams(1, 0.0, True)
+
+
+def test_one_choice_must_fit_alone_and_beams_together() -> None:
+    limits = replace(LIMITS, num_decode_blocks=3)
+    several = checked(with_prompt(sampling=pb.SamplingOptions(n=8), stopping=pb.StoppingOptions(max_tokens=29)))
+    assert fit(several, 20, limits) == 29  # 48 tokens of KV: all 3 blocks, for one choice at a time
+    assert fit(beams(2), 20, limits) == 13  # one block shared, then one each
+    one_more = replace(beams(2), max_tokens=14)
+    with pytest.raises(ResourceExhausted, match=r"needs 5 KV blocks \(2 beams of up to 33 tokens\).* has 3"):
+        fit(one_more, 20, limits)
+    with pytest.raises(ResourceExhausted, match=r"needs 4 KV blocks \(3 beams of up to 20 tokens\).* has 3"):
+        fit(beams(3), 20, limits)  # not even one token
+    assert num_decode_blocks(one_more, 20, 14, 16) == 1 + 2 * 2
+    assert num_decode_blocks(one_more, 32, 1, 16) == 2
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_prompt_tokens", [1, 15, 16, 17, 33])
+@pytest.mark.parametrize("num_blocks", [3, 5, 8, 40])
+def test_max_tokens_left_out_for_beams_is_the_most_that_fits(
+    width: int, num_prompt_tokens: int, num_blocks: int
+) -> None:
+    limits = replace(LIMITS, num_decode_blocks=num_blocks, num_prefill_blocks=num_blocks, max_context=200)
+    request = beams(width)
+    fitting = [
+        max_tokens
+        for max_tokens in range(1, 201 - num_prompt_tokens)
+        if num_decode_blocks(request, num_prompt_tokens, max_tokens, 16) <= num_blocks
+    ]
+    if fitting:
+        assert fit(request, num_prompt_tokens, limits) == max(fitting)
+    else:
+        with pytest.raises(ResourceExhausted):
+            fit(request, num_prompt_tokens, limits)

@@ -1,0 +1,1 @@
+"""Parts of `bench/paper.py`: workloads, step times, the simulated systems, tables and plots."""

@@ -1,0 +1,89 @@
+"""Whose call it is: the API key in its metadata, `authorization: Bearer KEY`, names the tenant.
+
+A tenant is never taken from the caller's word; a request may only repeat what its key says. Keys are compared in
+constant time, all of them on every call, and appear in no message, log line or span.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvferry.config import Config
+from kvferry.errors import PermissionDenied, Unauthenticated
+
+AUTHORIZATION = "authorization"
+SCHEME = "bearer"
+
+Metadata = Iterable[tuple[str, str | bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who calls; the anonymous tenant, where none are configured, has no name and may do everything."""
+
+    name: str
+    is_admin: bool
+
+    def acting_for(self, named: str) -> str:
+        """The tenant a request of administration is about: the one it names, or its own.
+
+        Raises PermissionDenied when it names another and this is no administrator.
+        """
+        if named and named != self.name and not self.is_admin:
+            raise PermissionDenied(
+                f"tenant: only an administrator may name another tenant; this API key is tenant {self.name!r}'s",
+                field="tenant",
+            )
+        return named or self.name
+
+
+ANONYMOUS = Tenant("", is_admin=True)
+
+
+class Authenticator:
+    """Knows the keys of `config.tenants`, as digests."""
+
+    def __init__(self, config: Config) -> None:
+        self._is_open = not config.tenants
+        self._owners = [
+            (_digest(key.get_secret_value()), Tenant(tenant.name, tenant.admin))
+            for tenant in config.tenants
+            for key in tenant.api_keys
+        ]
+
+    def tenant(self, metadata: Metadata | None) -> Tenant:
+        """Whose call carries this metadata.
+
+        Raises:
+            Unauthenticated: tenants are configured, and there is no key or one that nobody has.
+        """
+        if self._is_open:
+            return ANONYMOUS
+        digest = _digest(_key(metadata or ()))
+        found: Tenant | None = None
+        for known, owner in self._owners:
+            if hmac.compare_digest(known, digest):
+                found = owner
+        if found is None:
+            raise Unauthenticated("the API key is not known to this router")
+        return found
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _key(metadata: Metadata) -> str:
+    values = [value for name, value in metadata if name.lower() == AUTHORIZATION]
+    if not values:
+        raise Unauthenticated("an API key is needed: send the metadata `authorization: Bearer KEY` (`--api-key`)")
+    if len(values) > 1:
+        raise Unauthenticated("the metadata has more than one `authorization`")
+    value = values[0] if isinstance(values[0], str) else values[0].decode("utf-8", "surrogateescape")
+    scheme, _, key = value.strip().partition(" ")
+    if scheme.lower() != SCHEME or not key.strip():
+        raise Unauthenticated("the metadata `authorization` must be `Bearer KEY`")
+    return key.strip()

@@ -1,0 +1,167 @@
+"""Cache administration: a call comes in, is checked against its tenant, and goes to every worker at the same time.
+
+One worker's failure is its entry's `error`, never the call's: the others have done what was asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvferry.errors import InvalidArgument, KvferryError, Unavailable
+from proto.kvferry.v1 import cache_pb2 as pb
+from proto.kvferry.v1 import cache_pb2_grpc, inference_pb2
+from router.auth import Authenticator, Tenant
+from router.membership import Membership
+from router.validation import Limits, Prompt, Request, validate
+from router.worker import MemberState, Worker
+
+if TYPE_CHECKING:  # subscripted at type-check time only; at run time the class is not generic
+    from grpc.aio import ServicerContext
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
+
+WORKER_TIMEOUT_S = 10.0
+"""A worker answers between two steps; one that takes longer than this is reported as such."""
+MAX_PIN_NAME_CHARS = 128
+
+Tokenize = Callable[[Prompt, Limits], Coroutine[Any, Any, Sequence[int]]]
+
+_T = TypeVar("_T")
+
+
+class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
+    """Serves operators and tenants.
+
+    Args:
+        authenticator: whose call it is.
+        membership: the workers.
+        tier_names: by rank.
+        limits: what requests are checked against; raises Unavailable until a worker was seen.
+        tokenize: token ids of a prompt.
+    """
+
+    def __init__(
+        self,
+        authenticator: Authenticator,
+        membership: Membership,
+        tier_names: dict[int, str],
+        limits: Callable[[], Limits],
+        tokenize: Tokenize,
+    ) -> None:
+        self._authenticator = authenticator
+        self._membership = membership
+        self._tier_names = tier_names
+        self._limits = limits
+        self._tokenize = tokenize
+
+    async def GetMemory(
+        self, request: pb.GetMemoryRequest, context: ServicerContext[pb.GetMemoryRequest, pb.GetMemoryResponse]
+    ) -> pb.GetMemoryResponse:
+        del request
+        tenant = self._authenticator.tenant(context.invocation_metadata())
+
+        async def ask(worker: Worker) -> pb.WorkerMemory:
+            memory = (await _call(worker, "Snapshot", pb.SnapshotRequest())).memory
+            return pb.WorkerMemory(memory=self._shown_to(tenant, memory))
+
+        return pb.GetMemoryResponse(workers=await self._of_all(ask, pb.WorkerMemory))
+
+    async def FlushPrefixCache(
+        self,
+        request: pb.FlushPrefixCacheRequest,
+        context: ServicerContext[pb.FlushPrefixCacheRequest, pb.FlushPrefixCacheResponse],
+    ) -> pb.FlushPrefixCacheResponse:
+        tenant = self._authenticator.tenant(context.invocation_metadata())
+        everybody = tenant.is_admin and not request.tenant
+        flush = pb.FlushRequest(tenant=None if everybody else tenant.acting_for(request.tenant))
+        return pb.FlushPrefixCacheResponse(workers=await self._blocks_of_all("Flush", flush))
+
+    async def PinPrefix(
+        self, request: pb.PinPrefixRequest, context: ServicerContext[pb.PinPrefixRequest, pb.PinPrefixResponse]
+    ) -> pb.PinPrefixResponse:
+        owner = self._authenticator.tenant(context.invocation_metadata()).acting_for(request.tenant)
+        _check_pin_name(request.name)
+        limits = self._limits()
+        prefix = _validated(request, limits)
+        token_ids = await self._tokenize(prefix.prompt, limits)
+        pin = pb.PinRequest(
+            name=request.name,
+            tenant=owner,
+            token_ids=token_ids,
+            adapter=prefix.adapter,
+            cache_salt=prefix.cache_salt,
+            shared_salt=prefix.shared_salt,
+        )
+        return pb.PinPrefixResponse(
+            num_tokens=len(token_ids),
+            num_full_blocks=len(token_ids) // limits.block_size,
+            workers=await self._blocks_of_all("Pin", pin),
+        )
+
+    async def UnpinPrefix(
+        self, request: pb.UnpinPrefixRequest, context: ServicerContext[pb.UnpinPrefixRequest, pb.UnpinPrefixResponse]
+    ) -> pb.UnpinPrefixResponse:
+        owner = self._authenticator.tenant(context.invocation_metadata()).acting_for(request.tenant)
+        _check_pin_name(request.name)
+        unpin = pb.UnpinRequest(name=request.name, tenant=owner)
+        return pb.UnpinPrefixResponse(workers=await self._blocks_of_all("Unpin", unpin))
+
+    def _shown_to(self, tenant: Tenant, memory: pb.MemorySnapshot) -> pb.MemorySnapshot:
+        """Without other tenants' rows, unless an administrator asks; tiers with their names."""
+        shown = pb.MemorySnapshot()
+        shown.CopyFrom(memory)
+        for tier in shown.tiers:
+            tier.tier = self._tier_names.get(tier.rank, "")
+        if not tenant.is_admin:
+            own = [row for row in memory.tenants if row.tenant == tenant.name]
+            del shown.tenants[:]
+            shown.tenants.extend(own)
+        return shown
+
+    async def _blocks_of_all(self, method: str, request: object) -> list[pb.WorkerBlocks]:
+        async def ask(worker: Worker) -> pb.WorkerBlocks:
+            return pb.WorkerBlocks(num_blocks=(await _call(worker, method, request)).num_blocks)
+
+        return await self._of_all(ask, pb.WorkerBlocks)
+
+    async def _of_all(self, ask: Callable[[Worker], Coroutine[Any, Any, _T]], failed: Callable[..., _T]) -> list[_T]:
+        """What every worker answers, its name filled in; `failed` makes the entry of one that does not."""
+
+        async def entry(worker: Worker) -> Any:
+            try:
+                found: Any = await ask(worker)
+            except KvferryError as error:
+                found = failed(error=error.message)
+            found.worker, found.role, found.address = worker.name, worker.role.value, worker.address
+            return found
+
+        return list(await asyncio.gather(*(entry(worker) for worker in self._membership.workers)))
+
+
+async def _call(worker: Worker, method: str, request: object) -> Any:
+    if worker.state in (MemberState.CONNECTING, MemberState.REFUSED):
+        raise Unavailable(f"{worker.address} is {worker.state.value}: {worker.reason}")
+    stub = cache_pb2_grpc.WorkerCacheServiceStub(worker.channel.grpc)
+    return await worker.channel.unary(getattr(stub, method), request, timeout_s=WORKER_TIMEOUT_S)
+
+
+def _validated(request: pb.PinPrefixRequest, limits: Limits) -> Request:
+    """Prompt, adapter and salts are checked as those of a request that generates."""
+    if request.cache.bypass_prefix_cache:
+        raise InvalidArgument("cache.bypass_prefix_cache", "must not be set: there would be nothing to pin")
+    message = inference_pb2.GenerateRequest(adapter=request.adapter, cache=request.cache)
+    match request.WhichOneof("prompt"):
+        case "text":
+            message.text = request.text
+        case "token_ids":
+            message.token_ids.CopyFrom(request.token_ids)
+        case "chat":
+            message.chat.CopyFrom(request.chat)
+    return validate(message, limits, lambda: 0)
+
+
+def _check_pin_name(name: str) -> None:
+    if not 1 <= len(name) <= MAX_PIN_NAME_CHARS or not name.isprintable():
+        raise InvalidArgument("name", f"must be 1 … {MAX_PIN_NAME_CHARS} printable characters, has {len(name)}")

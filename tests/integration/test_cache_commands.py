@@ -1,0 +1,129 @@
+"""`kvferry cache` and `--api-key`, as processes against a running deployment with tenants."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from pydantic import SecretStr
+
+from kvferry.client import Client, GenerateOptions
+from kvferry.config import TenantConfig
+from router.worker import Worker
+from tests.support.deployment import chat_folder, deployment_config, running_deployment
+from tests.support.workers import until
+
+pytestmark = pytest.mark.processes
+
+KEY, ROOT_KEY = "key-of-tenant-a", "key-of-the-root"
+PROMPT = list(range(1, 14))
+PROMPT_IDS = ",".join(map(str, PROMPT))
+
+
+async def kvferry(*arguments: str, **variables: str) -> tuple[int, str, str]:
+    """Not by the event loop's own subprocesses, which fork under the feet of gRPC's threads in this process."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-m", "kvferry.cli.app", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60.0,
+        env={**kept, "NO_COLOR": "1", **variables},
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def queried_tokens(worker: Worker) -> int:
+    """As of its last status."""
+    return 0 if worker.status is None else sum(hits.num_queried_tokens for hits in worker.status.load.tenant_hits)
+
+
+async def test_stats_pin_unpin_and_flush(tmp_path: Path) -> None:
+    config = deployment_config(chat_folder(tmp_path / "model"))
+    tenants = (
+        TenantConfig(name="a", api_keys=(SecretStr(KEY),), max_used_share=0.5),
+        TenantConfig(name="root", api_keys=(SecretStr(ROOT_KEY),), admin=True),
+    )
+    async with running_deployment(config.model_copy(update={"tenants": tenants})) as deployment:
+        target = ("--target", deployment.router.address)
+        code, _, stderr = await kvferry("cache", "stats", *target)
+        assert code == 1 and "an API key is needed" in stderr
+        generate = ("generate", "--prompt-token-ids", PROMPT_IDS, "--max-tokens", "2", "--ignore-eos", *target)
+        code, _, stderr = await kvferry(*generate, KVFERRY_CLIENT__API_KEY=KEY)
+        assert (code, stderr) == (0, "")
+
+        code, stdout, _ = await kvferry(
+            "cache", "pin", "sys", "--prompt-token-ids", PROMPT_IDS, *target, "--api-key", KEY, "--json"
+        )
+        assert code == 0
+        assert [(worker["role"], worker["num_blocks"]) for worker in json.loads(stdout)] == [
+            ("prefill", 3),
+            ("decode", 3),
+        ]
+        code, stdout, _ = await kvferry("cache", "stats", *target, "--api-key", ROOT_KEY, "--json")
+        prefill = json.loads(stdout)[0]["memory"]
+        assert code == 0
+        assert (prefill["num_pinned_blocks"], prefill["num_evictions"], prefill["num_blocks"]) == (3, 0, 128)
+        (tenant,) = [row for row in prefill["tenants"] if row["num_queried_tokens"]]
+        assert (tenant["tenant"], tenant["num_queried_tokens"], tenant["max_used_blocks"]) == ("a", 13, 64)
+
+        code, stdout, _ = await kvferry("cache", "stats", *target, "--api-key", ROOT_KEY, COLUMNS="200")
+        assert code == 0 and "3 of 64" in stdout and "0 of 13 (0.0%)" in stdout
+        code, stdout, _ = await kvferry("cache", "unpin", "sys", *target, "--api-key", KEY)
+        assert code == 0 and stdout.count(" 3 ") == 2
+        code, stdout, _ = await kvferry("cache", "flush", *target, "--api-key", ROOT_KEY, "--json")
+        assert code == 0 and all(worker["num_blocks"] >= 3 for worker in json.loads(stdout))
+        await deployment.assert_idle()
+
+
+async def test_a_worker_that_is_gone_is_told_and_the_others_are_flushed(tmp_path: Path) -> None:
+    config = deployment_config(chat_folder(tmp_path / "model"))
+    async with running_deployment(config, num_decode=2) as deployment:
+        await deployment.client.complete(GenerateOptions(prompt=PROMPT, max_tokens=2, ignore_eos=True))
+        await deployment.decode[1].server.drain(0.0)
+        while len(deployment.router.membership.ready(deployment.router.membership.decode[0].role)) > 1:
+            await deployment.router.membership.wait_changed()
+        async with Client(deployment.router.address) as client:
+            flushed = {worker.worker: worker for worker in await client.flush_prefix_cache()}
+        assert flushed["prefill-0"].num_blocks >= 3 and not flushed["prefill-0"].error
+        assert "connecting" in flushed["decode-1"].error
+        code, stdout, stderr = await kvferry("cache", "stats", "--target", deployment.router.address)
+        assert code == 1 and "prefill-0" in stdout and "decode-1: " in stderr
+
+
+async def test_the_figures_are_on_metrics(tmp_path: Path) -> None:
+    config = deployment_config(chat_folder(tmp_path / "model"), num_blocks=16)
+    tenants = (TenantConfig(name="a", api_keys=(SecretStr(KEY),)),)
+    async with running_deployment(config.model_copy(update={"tenants": tenants})) as deployment:
+        async with Client(deployment.router.address, api_key=KEY) as client:
+            for first in range(8):
+                options = GenerateOptions(prompt=[first, *PROMPT[1:]], max_tokens=2, ignore_eos=True)
+                for _ in range(2):
+                    await client.complete(options)
+        prefill = deployment.router.membership.prefill[0]
+        await until(lambda: queried_tokens(prefill) == 16 * len(PROMPT))
+        async with httpx.AsyncClient() as http:
+            text = (await http.get(f"{deployment.router.http_url}/metrics")).text
+        labels = f'address="{prefill.address}",role="prefill"'
+        lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+        samples = {name: float(value) for name, _, value in lines}
+        assert samples[f'kvferry_worker_evictions_total{{{labels},worker="prefill-0"}}'] > 0
+        of_a = f'{labels},tenant="a",worker="prefill-0"'
+        assert samples[f"kvferry_worker_prefix_cache_queried_tokens_total{{{of_a}}}"] == 16 * 13
+        assert samples[f"kvferry_worker_prefix_cache_hit_tokens_total{{{of_a}}}"] == 8 * 12
+        for name in (
+            f'preemptions_total{{address="{prefill.address}",kind="recompute",role="prefill"',
+            f'preemptions_total{{address="{prefill.address}",kind="swap",role="prefill"',
+            f'swapped_blocks_total{{address="{prefill.address}",kind="out",role="prefill"',
+            f"recomputed_tokens_total{{{labels}",
+            f"blocks_copied_total{{{labels}",
+            f"pinned_blocks{{{labels}",
+        ):
+            assert samples[f'kvferry_worker_{name},worker="prefill-0"}}'] == 0

@@ -1,0 +1,106 @@
+"""`kvferry plan`, as a process, for a scripted model and a known file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli.plan import parse_size
+from kvferry.errors import InvalidArgument
+
+pytestmark = pytest.mark.processes
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    code: int | None
+    stdout: str
+    stderr: str
+
+
+async def plan(*arguments: str, cwd: Path) -> Outcome:
+    """Only the defaults count, whatever the surroundings configure."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvferry.cli.app", "plan", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=cwd,
+        env={**kept, "COLUMNS": "100", "NO_COLOR": "1"},
+    )
+    stdout, stderr = await process.communicate()
+    return Outcome(process.returncode, stdout.decode(), stderr.decode())
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """8 bytes of KV a token."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "kvferry_scripted.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> Path:
+    path = tmp_path / "lengths.csv"
+    path.write_text("prompt_len,output_len\n" + "100,4\n" * 5)
+    return path
+
+
+async def test_json_holds_settings_figures_and_reasons(model: Path, lengths: Path, tmp_path: Path) -> None:
+    arguments = ("--lengths", str(lengths), "--memory", "8320", "--model", str(model), "--json")
+    outcome = await plan(*arguments, cwd=tmp_path)
+    assert (outcome.code, outcome.stderr) == (0, "")
+    made = json.loads(outcome.stdout)
+    assert made["settings"] == {"block_size": 8, "kv_memory_bytes": 8320, "watermark": 0.01, "max_running": 10}
+    assert (made["concurrency"], made["bytes_per_token"]) == (10, 8)
+    assert len(made["reasons"]) == 4
+
+
+async def test_text_can_be_pasted_into_the_configuration(model: Path, lengths: Path, tmp_path: Path) -> None:
+    outcome = await plan("--lengths", str(lengths), "--memory", "8320", "--model", str(model), cwd=tmp_path)
+    assert outcome.code == 0, outcome.stderr
+    assert "[engine]\nblock_size = 8\nkv_memory_bytes = 8320\nwatermark = 0.01\nmax_running = 10\n" in outcome.stdout
+    assert "tail waste" in outcome.stdout
+
+
+@pytest.mark.parametrize(
+    ("memory", "text", "expected"),
+    [
+        ("1KiB", "100,4\n5\n", "line 2: 1 cells"),
+        ("512B", "100,4\n", "512 bytes hold 64 tokens"),
+        ("lots", "100,4\n", "--memory: must be a size such as 8GiB"),
+    ],
+)
+async def test_errors_are_one_line(memory: str, text: str, expected: str, model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text(text)
+    outcome = await plan("--lengths", str(path), "--memory", memory, "--model", str(model), cwd=tmp_path)
+    assert (outcome.code, outcome.stdout) == (1, "")
+    assert expected in outcome.stderr and outcome.stderr.count("\n") == 1
+
+
+async def test_help_has_an_example(tmp_path: Path) -> None:
+    outcome = await plan("--help", cwd=tmp_path)
+    assert outcome.code == 0
+    assert "Example: kvferry plan --lengths lengths.csv --memory 8GiB" in outcome.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("8GiB", 8 << 30), ("500MB", 500_000_000), ("1.5 ki", 1536), ("42", 42), ("3b", 3)]
+)
+def test_sizes(text: str, expected: int) -> None:
+    assert parse_size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "0", "8 apples", "1e9"])
+def test_wrong_sizes_are_refused(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="must be a size"):
+        parse_size(text)

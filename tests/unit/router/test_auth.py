@@ -1,0 +1,76 @@
+"""Authentication: which metadata is whose, and what a tenant may name."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import SecretStr
+
+from kvferry.config import Config, TenantConfig
+from kvferry.errors import PermissionDenied, Unauthenticated
+from router.auth import ANONYMOUS, Authenticator, Tenant
+
+KEY, OTHER_KEY, ROOT_KEY = "key-one-of-a", "key-two-of-a", "key-of-root"
+
+
+@pytest.fixture
+def authenticator() -> Authenticator:
+    return Authenticator(
+        Config(
+            tenants=(
+                TenantConfig(name="a", api_keys=(SecretStr(KEY), SecretStr(OTHER_KEY))),
+                TenantConfig(name="root", api_keys=(SecretStr(ROOT_KEY),), admin=True),
+                TenantConfig(name="keyless"),
+            )
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "value", [f"Bearer {KEY}", f"bearer {OTHER_KEY}", f"BEARER   {KEY} ", f"Bearer {KEY}".encode()]
+)
+def test_a_known_key_is_its_tenants(authenticator: Authenticator, value: str | bytes) -> None:
+    assert authenticator.tenant([("user-agent", "x"), ("authorization", value)]) == Tenant("a", is_admin=False)
+    assert authenticator.tenant([("Authorization", f"Bearer {ROOT_KEY}")]) == Tenant("root", is_admin=True)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [],
+        [""],
+        ["Bearer"],
+        ["Bearer "],
+        [KEY],
+        [f"Basic {KEY}"],
+        [f"Bearer {KEY}x"],
+        [f"Bearer {KEY[:-1]}"],
+        [f"Bearer {KEY.upper()}"],
+        ["Bearer **********"],
+        ["Bearer \udcff"],
+        [b"Bearer \xff\x00"],
+        [f"Bearer {KEY}", f"Bearer {KEY}"],
+    ],
+)
+def test_anything_else_is_refused_without_repeating_it(authenticator: Authenticator, values: list[str | bytes]) -> None:
+    with pytest.raises(Unauthenticated) as caught:
+        authenticator.tenant([("authorization", value) for value in values])
+    assert KEY[:-1] not in caught.value.message
+
+
+def test_without_tenants_everybody_may_do_everything() -> None:
+    assert Authenticator(Config()).tenant([("authorization", "Bearer whatever")]) == ANONYMOUS
+    assert Authenticator(Config()).tenant(None).acting_for("x") == "x"
+
+
+def test_with_tenants_but_no_keys_nobody_gets_in() -> None:
+    authenticator = Authenticator(Config(tenants=(TenantConfig(name="a"),)))
+    for metadata in (None, [("authorization", "Bearer ")], [("authorization", "Bearer some-key")]):
+        with pytest.raises(Unauthenticated):
+            authenticator.tenant(metadata)
+
+
+def test_only_administrators_act_for_others() -> None:
+    a, root = Tenant("a", is_admin=False), Tenant("root", is_admin=True)
+    assert (a.acting_for(""), a.acting_for("a"), root.acting_for(""), root.acting_for("a")) == ("a", "a", "root", "a")
+    with pytest.raises(PermissionDenied, match="only an administrator"):
+        a.acting_for("root")
