@@ -5,8 +5,8 @@
 Step times come from a model fitted to measured steps, so that no run takes longer than its Python. The paper's figure
 stands beside each of ours, and below each table why they differ.
 
-python -m bench paper --quick                      # a minute
-python -m bench paper --json paper.json --out plots
+python -m bench paper --quick                      # two minutes
+python -m bench paper --json paper.json --out plots  # ten
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from kvferry.errors import InvalidArgument, KvferryError
 from kvferry.lengths import read_lengths
 
 NUM_TOKENS, NUM_QUICK_TOKENS = 500_000, 100_000
-"""Of all requests of a run: a thousand of ShareGPT's length, six thousand of Alpaca's."""
+"""Of all requests of a run at saturation: a thousand of ShareGPT's length, six thousand of Alpaca's."""
+NUM_PACED_TOKENS, NUM_QUICK_PACED_TOKENS = 1_000_000, 200_000
+"""Of a run at a request rate."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Simulate the PagedAttention paper's experiments with our block manager and scheduler.",
         epilog="example: python -m bench paper --quick --json paper.json --out plots",
     )
-    parser.add_argument("--quick", action="store_true", help="fewer requests and block sizes; about a minute")
+    parser.add_argument("--quick", action="store_true", help="fewer requests and block sizes; two minutes, not ten")
     parser.add_argument("--tables", type=_names, default=TABLES, metavar="A,B", help=f"of {', '.join(TABLES)}")
     parser.add_argument(
         "--lengths", type=Path, metavar="FILE", help="CSV of prompt_len,output_len instead of the shapes"
@@ -95,6 +97,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _study(options: argparse.Namespace, report: Reporter) -> Study:
     num_tokens = NUM_QUICK_TOKENS if options.quick else NUM_TOKENS
+    num_paced_tokens = NUM_QUICK_PACED_TOKENS if options.quick else NUM_PACED_TOKENS
     workloads = _workloads(options.lengths, num_tokens, options.seed)
     if options.fit:
         model = measure_steps(report)
@@ -109,7 +112,9 @@ def _study(options: argparse.Namespace, report: Reporter) -> Study:
         copy_rates={size: copy_rate(size) for size in sizes},
         beams=beams.load(),
         workloads=workloads,
+        paced=_workloads(options.lengths, num_paced_tokens, options.seed),
         num_tokens=num_tokens,
+        num_paced_tokens=num_paced_tokens,
         seed=options.seed,
         is_quick=options.quick,
         report=report,

@@ -358,12 +358,13 @@ class BlockPool:
             self._drop_pin(block_id)
         return len(block_ids)
 
-    def unpin_all(self) -> int:
-        """Ends all pins, for work that could not run otherwise; returns how many blocks they held."""
+    def unpin_all(self, tenant: str | None = None) -> int:
+        """Ends all pins, or one tenant's, for work that could not run otherwise; returns how many blocks they held."""
         num_pinned = self.num_pinned
-        for tenant, name in list(self._pins):
-            self.unpin(name, tenant=tenant)
-        return num_pinned
+        for owner, name in list(self._pins):
+            if tenant is None or owner == tenant:
+                self.unpin(name, tenant=owner)
+        return num_pinned - self.num_pinned
 
     def _drop_pin(self, block_id: int) -> None:
         self._pin_counts[block_id] -= 1

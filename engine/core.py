@@ -58,6 +58,7 @@ class EngineLimits:
         num_swap_blocks: size of the host pool for swapped sequences; 0: none.
         preemption: recompute or swap.
         quotas: blocks by tenant.
+        check_integrity: check the books whenever nothing is left to run; a fault is logged and counted, no more.
     """
 
     max_batched_tokens: int = 512
@@ -68,6 +69,7 @@ class EngineLimits:
     num_swap_blocks: int = 0
     preemption: PreemptionPolicy = RECOMPUTE
     quotas: Mapping[str, BlockQuota] = field(default_factory=dict)
+    check_integrity: bool = False
 
 
 class EngineCore:
@@ -99,6 +101,8 @@ class EngineCore:
         self._attempts: dict[str, list[Sequence]] = {}  # living sequences by owner_id
         self.num_steps = 0
         self.is_blocked = False  # the last step could do nothing: only a command can change that
+        self.num_integrity_faults = 0
+        self._checks_integrity = limits.check_integrity
         self._clock_ns = clock_ns
         self._num_prefill_tokens = 0
         self._num_cached_tokens = 0
@@ -262,11 +266,30 @@ class EngineCore:
                 outputs += self._process(chunk, result, start_ns, end_ns)
             for gang in gangs.values():
                 outputs += self._step_gang(gang, results) if gang is not None else []
-        elif self._only_pins_are_in_the_way:
-            logger.warning("pins are given up: a waiting sequence needs more blocks than they leave")
-            self.pool.unpin_all()
-            self.is_blocked = False
+        elif self.is_blocked:
+            self._give_up_pins()
+        if self._checks_integrity and not self.has_work:
+            self._report_integrity()
         return outputs
+
+    def _report_integrity(self) -> None:
+        """Says what is wrong with the books; wrong books are no reason to fail the requests of everybody."""
+        try:
+            self.check_integrity()
+        except AssertionError as fault:
+            self.num_integrity_faults += 1
+            logger.error("the books of the pool are wrong: %s", fault)
+
+    def _give_up_pins(self) -> None:
+        """Ends pins without which a waiting sequence could run: all, or its tenant's where its quota is short."""
+        for sequence in self.scheduler.waiting:
+            tenant = sequence.tenant if self.block_manager.is_over_quota(sequence) else None
+            if tenant is None and self.pool.counts.used > self.pool.num_pinned:
+                continue  # running sequences and shipments will give theirs back
+            if self.pool.unpin_all(tenant):
+                logger.warning("pins are given up: waiting sequence %s needs more than they leave", sequence.seq_id)
+                self.is_blocked = False
+                return
 
     def _move_blocks(self) -> None:
         """Copies and swaps that the schedule asks for."""
@@ -283,12 +306,6 @@ class EngineCore:
         self.memory.num_blocks_swapped_in += num_in
         self.memory.num_blocks_copied += len(ops) - num_out - num_in
         self.memory.swap_s += took_s if num_out + num_in else 0.0
-
-    @property
-    def _only_pins_are_in_the_way(self) -> bool:
-        """Whether something waits though nothing but pins holds blocks."""
-        num_pinned = self.pool.num_pinned
-        return num_pinned > 0 and len(self.scheduler.waiting) > 0 and self.pool.counts.used == num_pinned
 
     def _started(self, admitted: list[Sequence], at_ns: int) -> list[Output]:
         first_time = [sequence for sequence in admitted if not sequence.was_started]

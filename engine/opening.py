@@ -62,6 +62,7 @@ def open_core(config: Config) -> EngineCore:
         num_swap_blocks=num_swap_blocks if engine.preemption != "recompute" else 0,
         preemption=measure_preemption(runner, engine.preemption),
         quotas=block_quotas(config.tenants, runner.num_blocks),
+        check_integrity=engine.check_integrity,
     )
     core = EngineCore(runner, limits)
     log_event(

@@ -55,6 +55,8 @@ class RequestRecord:
         request_id: made by the router; empty while the request is not accepted.
         label: the caller's.
         phase: where the request was when it ended.
+        num_output_tokens: over all choices and candidates.
+        num_streamed_tokens: of the longest choice that was sent as it came; 0 where all is sent at the end.
     """
 
     ledger: RequestLedger = field(default_factory=RequestLedger)
@@ -65,6 +67,7 @@ class RequestRecord:
     phase: str = REFUSED_PHASE
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_streamed_tokens: int = 0
     finish: Finish | None = None
 
 
@@ -121,8 +124,8 @@ class RouterMetrics:
         self._metrics.request_duration_s.labels(*served, kind).observe(ledger.total_s)
         if ledger.time_to_first_token_s is not None:
             self._metrics.time_to_first_token_s.labels(*served).observe(ledger.time_to_first_token_s)
-        if record.num_output_tokens > 1:
-            per_token_s = ledger.decode_s / (record.num_output_tokens - 1)
+        if record.num_streamed_tokens > 1:
+            per_token_s = ledger.decode_s / (record.num_streamed_tokens - 1)
             self._metrics.time_per_output_token_s.labels(*served).observe(per_token_s)
         self._metrics.tokens.labels("prompt").inc(record.num_prompt_tokens)
         self._metrics.tokens.labels("output").inc(record.num_output_tokens)

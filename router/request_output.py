@@ -38,6 +38,7 @@ class RequestOutput:
     ) -> None:
         self._num_returned = request.n
         self._tells_logprob = request.ranks_candidates or request.beam is not None
+        self._is_streamed = not self._tells_logprob  # else everything is sent at the end
         self._outbox = outbox
         self._ledger = ledger
         self._held = [Outbox() for _ in range(request.best_of)] if request.ranks_candidates else []
@@ -88,6 +89,11 @@ class RequestOutput:
     def num_tokens(self) -> int:
         """Output tokens of all choices so far, those of candidates included that are not sent."""
         return sum(output.num_tokens for output in self._choices)
+
+    @property
+    def num_streamed_tokens(self) -> int:
+        """Output tokens of the longest choice, if choices are sent as they come."""
+        return max(output.num_tokens for output in self._choices) if self._is_streamed else 0
 
     @property
     def finishes(self) -> tuple[Finish, ...]:

@@ -254,6 +254,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         finally:
             await asyncio.wait([task])
             record.phase, record.finish, record.num_output_tokens = run.phase, run.finish, output.num_tokens
+            record.num_streamed_tokens = output.num_streamed_tokens
             describe_outcome(
                 span,
                 record.ledger,

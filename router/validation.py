@@ -183,8 +183,6 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
     _refuse_unsupported(message)
     _refuse_idle_beside_beams(message)
     sampling, stopping, response = message.sampling, message.stopping, message.response
-    seed = sampling.seed if sampling.HasField("seed") or message.HasField("beam_search") else draw_seed()
-    assert 0 <= seed < SEED_LIMIT
     n, temperature = _n(sampling), _temperature(sampling)
     beam = _beam(message.beam_search, n) if message.HasField("beam_search") else None
     tier = message.tier or limits.default_tier
@@ -199,7 +197,7 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
         top_k=sampling.top_k,
         top_p=_top_p(sampling),
         min_p=_min_p(sampling),
-        seed=seed,
+        seed=_seed(message, draw_seed),
         n=n,
         best_of=n if beam is not None else _best_of(sampling, n, temperature),
         beam=beam,
@@ -464,6 +462,15 @@ def _min_p(sampling: pb.SamplingOptions) -> float:
     if not 0 <= value <= 1:
         raise InvalidArgument("sampling.min_p", f"{value} is not between 0 and 1")
     return value
+
+
+def _seed(message: pb.GenerateRequest, draw_seed: Callable[[], int]) -> int:
+    """The caller's, or drawn; a beam search has no noise."""
+    if message.sampling.HasField("seed") or message.HasField("beam_search"):
+        return message.sampling.seed
+    seed = draw_seed()
+    assert 0 <= seed < SEED_LIMIT
+    return seed
 
 
 def _n(sampling: pb.SamplingOptions) -> int:

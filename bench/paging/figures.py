@@ -37,6 +37,7 @@ class RunFigures:
         request_rate_per_s: finished requests ÷ time, while saturated.
         overall_rate_per_s: all requests ÷ the time of the last end.
         normalised_latency_s: mean over requests of (last token − arrival) ÷ output tokens.
+        late_latency_s: the same over the half of the requests that arrived last, when the system was full.
         num_preemptions: over the whole run.
     """
 
@@ -50,6 +51,7 @@ class RunFigures:
     request_rate_per_s: float
     overall_rate_per_s: float
     normalised_latency_s: float
+    late_latency_s: float
     num_preemptions: int = 0
 
 
@@ -60,7 +62,7 @@ class Meter:
     num_slots: int
     num_warm_up: int = 0
     is_whole_run: bool = False
-    _latencies_s: list[float] = field(default_factory=list)
+    _latencies: list[tuple[float, float]] = field(default_factory=list)  # (arrival, normalised latency)
     _last_s: float = 0.0
     _span_s: float = 0.0
     _num_finished: int = 0
@@ -72,12 +74,12 @@ class Meter:
     _held: float = 0.0
 
     def finish(self, arrival_s: float, now_s: float, num_output_tokens: int) -> None:
-        self._latencies_s.append((now_s - arrival_s) / num_output_tokens)
+        self._latencies.append((arrival_s, (now_s - arrival_s) / num_output_tokens))
         self._last_s = now_s
 
     def step(self, duration_s: float, slots: Slots, num_held: int, num_finished: int, *, is_saturated: bool) -> None:
         """Accounts for one step: what was held during it, and whether anything waited meanwhile."""
-        if not self.is_whole_run and (not is_saturated or len(self._latencies_s) < self.num_warm_up):
+        if not self.is_whole_run and (not is_saturated or len(self._latencies) < self.num_warm_up):
             return
         self._span_s += duration_s
         self._num_finished += num_finished
@@ -90,6 +92,7 @@ class Meter:
 
     def figures(self, num_preemptions: int = 0) -> RunFigures:
         """Zero shares where the run was never saturated."""
+        latencies_s = [latency_s for _, latency_s in sorted(self._latencies)]
         span, whole = self._span_s or 1.0, (self._span_s or 1.0) * self.num_slots
         return RunFigures(
             used_of_allocated=self._used / (self._allocated or 1.0),
@@ -100,8 +103,9 @@ class Meter:
             saved_by_sharing=1.0 - self._allocated / self._unshared if self._unshared else 0.0,
             num_held=self._held / span,
             request_rate_per_s=self._num_finished / span,
-            overall_rate_per_s=len(self._latencies_s) / self._last_s,
-            normalised_latency_s=mean(self._latencies_s),
+            overall_rate_per_s=len(self._latencies) / self._last_s,
+            normalised_latency_s=mean(latencies_s),
+            late_latency_s=mean(latencies_s[len(latencies_s) // 2 :]),
             num_preemptions=num_preemptions,
         )
 

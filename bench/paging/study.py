@@ -36,8 +36,8 @@ LATENCY_BOUND = 10
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 QUICK_BLOCK_SIZES = (8, 16, 64, 256)
 WATERMARKS = (0.01, 0.03, 0.06, 0.1)
-PACED_SHARE = 0.6
-"""So much of a workload is run at a request rate, many times over."""
+SEARCHED, SEARCH_STEPS = (0.3, 1.6), 6
+"""Rates that are searched, as multiples of what the system serves at saturation; the steps end within 3 %."""
 RATE_OF_ALL_AT_ONCE = 1e9
 PREFIXES = {80: 1.67, 341: 3.58}
 SWAPPED_TOKENS = 512
@@ -76,7 +76,8 @@ class Study:
 
     Attributes:
         workloads: requests of a run at saturation, by name: the paper's two, or the user's. Other runs take a part.
-        num_tokens: about so many tokens have the requests of a workload.
+        paced: requests of the runs at a request rate, more of them: a queue takes time to build up.
+        num_tokens, num_paced_tokens: about so many tokens have the requests of a workload.
         report: is told what is going on.
     """
 
@@ -84,7 +85,9 @@ class Study:
     copy_rates: Mapping[int, CopyRate]
     beams: BeamRecordings
     workloads: Mapping[str, Lengths]
+    paced: Mapping[str, Lengths]
     num_tokens: int
+    num_paced_tokens: int
     seed: int
     is_quick: bool
     report: Callable[[str], None]
@@ -220,8 +223,9 @@ class Study:
         return Table(
             "throughput",
             "Request rate at equal normalised latency",
-            "*Requests/s*: the highest Poisson rate at which the mean over requests of (last token − arrival) ÷ output "
-            f"tokens stays within {LATENCY_BOUND} steps of a lone sequence. *Ratio*: ours ÷ the system's. All but the "
+            "*Requests/s*: the highest Poisson rate at which the mean of (last token − arrival) ÷ output tokens, over "
+            f"the later half of the requests, stays within {LATENCY_BOUND} steps of a lone sequence. *Ratio*: ours ÷ "
+            "the system's. All but the "
             f"static batch schedule by iteration within {MAX_BATCHED_TOKENS} tokens a step.",
             ("step times", "workload", "system", "requests/s", "ratio", "ratio (paper)"),
             tuple(rows),
@@ -239,30 +243,31 @@ class Study:
         """Requests a second within the bound."""
         key = (name, workload, model.name)
         if key not in self._sustained:
-            top = 1.6 * self.saturated(name, workload, model).overall_rate_per_s
-            lengths = part(self.workloads[workload], PACED_SHARE)
+            capacity = self.saturated(name, workload, model).request_rate_per_s
+            lengths = self.paced[workload]
             self.report(f"request rate: {name}, {workload}, {model.name}")
-            self._sustained[key] = self._highest_rate(self.system(name, model), lengths, top, key)
+            self._sustained[key] = self._highest_rate(self.system(name, model), lengths, capacity, key)
         return self._sustained[key]
 
     def _highest_rate(
-        self, run: Run, lengths: Lengths, top: float, key: tuple[str, str, str], prefix: int = 0
+        self, run: Run, lengths: Lengths, capacity: float, key: tuple[str, str, str], num_prefix_tokens: int = 0
     ) -> float:
-        """Bisection on a logarithmic scale between a twentieth of `top` and `top`; every point goes into the curve."""
+        """Bisection on a logarithmic scale around `capacity`; every point goes into the curve."""
         name, workload, model_name = key
         model = self.model if model_name == self.model.name else PAPER_HARDWARE
         bound_s = LATENCY_BOUND * model.step_s(1, 0)
-        low, high = top / 20, top
+        low, high = SEARCHED[0] * capacity, SEARCHED[1] * capacity
         points: dict[float, float] = {}
-        for _ in range(6 if self.is_quick else 9):
+        for _ in range(SEARCH_STEPS):
             rate = math.sqrt(low * high)
-            points[rate] = run(poisson(lengths, rate, self.seed, prefix), 0).normalised_latency_s
+            arrivals = poisson(lengths, rate, self.seed, num_prefix_tokens)
+            points[rate] = run(arrivals, 0).late_latency_s
             low, high = (rate, high) if points[rate] <= bound_s else (low, rate)
         self.curves.append(Curve(workload, model_name, name, bound_s, tuple(sorted(points.items()))))
         return low
 
     def prefix(self) -> Table:
-        lengths = TRANSLATION.sample(int(PACED_SHARE * self.num_tokens / TRANSLATION.mean_tokens / 4), self.seed)
+        lengths = TRANSLATION.sample(int(self.num_paced_tokens / TRANSLATION.mean_tokens / 4), self.seed)
         rows: list[tuple[Cell, ...]] = []
         for model, (num_prefix, paper) in itertools.product((self.model, PAPER_HARDWARE), PREFIXES.items()):
             rates: dict[str, float] = {}
@@ -271,8 +276,9 @@ class Study:
             for name, run in {Reservation.ORACLE.value: oracle, OURS: caching.run}.items():
                 workload = f"prefix {num_prefix}"
                 self.report(f"request rate: {name}, {workload}, {model.name}")
-                top = 1.6 * run(poisson(lengths, RATE_OF_ALL_AT_ONCE, self.seed, num_prefix), 0).overall_rate_per_s
-                rates[name] = self._highest_rate(run, lengths, top, (name, workload, model.name), num_prefix)
+                waiting = poisson(lengths, RATE_OF_ALL_AT_ONCE, self.seed, num_prefix)
+                capacity = run(waiting, len(waiting) // 10).overall_rate_per_s
+                rates[name] = self._highest_rate(run, lengths, capacity, (name, workload, model.name), num_prefix)
             ratio = round(rates[OURS] / rates[Reservation.ORACLE.value], 2)
             cells = [float(f"{rate:.3g}") for rate in rates.values()]
             rows.append((model.name, num_prefix, *cells, ratio, paper))
@@ -297,7 +303,7 @@ class Study:
     def sharing(self) -> Table:
         rows = []
         for workload, width in itertools.product(self.workloads, WIDTHS):
-            lengths = part(self.workloads[workload], 0.2)
+            lengths = part(self.workloads[workload], 0.3)
             arrivals = {
                 "parallel": all_at_once(lengths, num_choices=width),
                 "beam": with_beams(lengths, self.beams.of_width(width)),
@@ -336,11 +342,11 @@ class Study:
                 self.report(f"block size {size}: {workload}")
                 system = dataclasses.replace(self.ours(self.model), block_size=size)
                 full = self._saturate(system.run, lengths)
-                paced = system.run(poisson(part(lengths, PACED_SHARE), rates[workload], self.seed))
+                paced = system.run(poisson(part(self.paced[workload], 0.3), rates[workload], self.seed))
                 cells += [
                     percent(full.used_of_allocated),
                     round(full.num_held, 1),
-                    round(paced.normalised_latency_s, 3),
+                    round(paced.late_latency_s, 3),
                 ]
             rows.append((size, *cells))
         heads = [(f"{name}: of owned %", "held", "latency s/token") for name in self.workloads]
@@ -419,8 +425,11 @@ class Study:
 
 
 def part(lengths: Lengths, share: float) -> Lengths:
-    """The first requests, that share of them."""
-    return lengths[: max(1, int(share * len(lengths)))]
+    """That share of the requests, in their order: every so many-th by length of the output, so that it is alike."""
+    number = max(1, int(share * len(lengths)))
+    by_output = sorted(range(len(lengths)), key=lambda index: lengths[index].num_output_tokens)
+    chosen = sorted(by_output[(2 * place + 1) * len(lengths) // (2 * number)] for place in range(number))
+    return [lengths[index] for index in chosen]
 
 
 def paper_workloads(num_tokens: int, seed: int) -> dict[str, Lengths]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
+
+TEXT_WIDTH = 120
 
 Cell = str | int | float | None
 
@@ -35,20 +38,15 @@ class Table:
         widths = [max(len(cell) for cell in column) for column in zip(self.columns, *body, strict=True)]
         lines = [_line(list(self.columns), widths), "|" + "|".join("-" * (width + 2) for width in widths) + "|"]
         lines += [_line(row, widths) for row in body]
-        notes = "".join(f"- {note}\n" for note in self.notes)
-        return f"## {self.title}\n\n{self.definition}\n\n" + "\n".join(lines) + "\n\n" + (notes + "\n" if notes else "")
+        head = [f"## {self.title}", "", textwrap.fill(self.definition, TEXT_WIDTH), ""]
+        notes = [textwrap.fill(note, TEXT_WIDTH, initial_indent="- ", subsequent_indent="  ") for note in self.notes]
+        return "\n".join([*head, *lines, "", *notes, *([""] if notes else [])]) + "\n"
 
 
 def _text(cell: Cell) -> str:
     if cell is None:
         return "–"
-    return (
-        f"{cell:.3g}"
-        if isinstance(cell, float) and abs(cell) < 1
-        else f"{cell:g}"
-        if isinstance(cell, float)
-        else str(cell)
-    )
+    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
 
 
 def _line(cells: list[str], widths: list[int]) -> str:

@@ -138,7 +138,7 @@ def open_engine(
 
 
 def search(core: EngineCore, cases: Sequence[BeamCase], *, num_others: int = 0, steps_apart: int = 2) -> Beams:
-    """All cases in one engine, among `num_others` sampled sequences; one comes every `steps_apart` steps (0: at once)."""
+    """All cases in one engine, among `num_others` sampled sequences; a new one every `steps_apart` steps."""
     unborn = [
         EngineSequence(
             f"case{number}",
@@ -232,15 +232,14 @@ def smollm2(smollm2_folder: Path) -> Reference:
     prompts = [tokenizer(text)["input_ids"] for text in texts]
     prompts += random_prompts([70], reference.model.config.vocab_size)
     ending = tuple(tokenizer(text)["input_ids"][0] for text in (".", "\n", "<|im_end|>"))
-    rules = [
-        SamplingParams(max_tokens=40, eos_token_ids=ending[2:], stop_token_ids=ending[:2]),
-        SamplingParams(max_tokens=40),
-    ]
-    early = itertools.cycle([False, True, True, False, True])
+    ended = SamplingParams(max_tokens=40, eos_token_ids=ending[2:], stop_token_ids=ending[:2])
+    whole = SamplingParams(max_tokens=24)
+    rules = itertools.cycle([ended, whole, ended, ended, whole])
+    early = itertools.cycle([False, True, True, False, True, False, False])
     reference.add(
         [
-            BeamCase(tuple(prompt), BeamParams(width, penalty, next(early), num_returned=width), sampling)
-            for prompt, sampling, width, penalty in itertools.product(prompts, rules, WIDTHS, PENALTIES)
+            BeamCase(tuple(prompt), BeamParams(width, penalty, next(early), num_returned=width), next(rules))
+            for prompt, (width, penalty) in itertools.product(prompts, itertools.product(WIDTHS, PENALTIES))
         ]
     )
     return reference
@@ -248,7 +247,7 @@ def smollm2(smollm2_folder: Path) -> Reference:
 
 @pytest.mark.sweep
 @pytest.mark.model
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("num_blocks", "policy"), [(1024, RECOMPUTE), (64, RECOMPUTE), (64, PreemptionPolicy("swap"))])
 def test_smollm2(
     smollm2: Reference, num_blocks: int, policy: PreemptionPolicy, tell: Callable[[list[str]], None]
@@ -260,7 +259,7 @@ def test_smollm2(
 
 @pytest.mark.sweep
 @pytest.mark.model
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_smollm2_split(smollm2: Reference, tell: Callable[[list[str]], None]) -> None:
     config = parity_config(smollm2.folder, block_size=BLOCK_SIZE, chunk_tokens=16)
     tell(smollm2.judge(asyncio.run(search_split(config, smollm2.cases))))

@@ -166,6 +166,17 @@ def poison_free_blocks(core: EngineCore) -> None:
             core.runner.block_view(block_id)[:] = POISON * core.layout.block_bytes
 
 
+def deny_room(core: EngineCore, is_denied: Callable[[], bool]) -> None:
+    """Now and then a running sequence finds no room for its next token: lower ones, or itself, are preempted."""
+    manager = core.block_manager
+    prepare_write = manager.prepare_write
+
+    def pressed(sequence: Sequence) -> bool:
+        return not is_denied() and prepare_write(sequence)
+
+    manager.prepare_write = pressed  # type: ignore[method-assign]
+
+
 def run_to_end(core: EngineCore, *, max_steps: int = 5_000) -> list[Output]:
     """Steps until nothing is left, books checked after each; what came of it."""
     outputs: list[Output] = []

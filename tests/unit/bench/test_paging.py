@@ -13,8 +13,9 @@ from bench.paging.beams import BeamRecording
 from bench.paging.contiguous import ContiguousSystem, Reservation
 from bench.paging.ours import PagedSystem
 from bench.paging.step_model import StepModel, StepSample
+from bench.paging.study import part
 from bench.paging.tables import Table
-from bench.paging.workload import ALPACA, MAX_TOTAL_TOKENS, SHAREGPT, Arrival, all_at_once, poisson, with_beams
+from bench.paging.workload import ALPACA, MAX_TOTAL_TOKENS, SHAREGPT, Arrival, all_at_once, poisson, resized, with_beams
 from kvferry.lengths import RequestLength
 
 SECOND_A_STEP = StepModel("one second", 1.0, 0.0, 0.0, "by hand")
@@ -36,6 +37,19 @@ def test_samples_have_the_papers_means_and_limit(shape: object) -> None:
     assert max(one.num_tokens for one in lengths) <= MAX_TOTAL_TOKENS
     assert lengths == chosen.sample(500, seed=3)
     assert lengths != chosen.sample(500, seed=4)
+
+
+def test_parts_keep_order_and_kind() -> None:
+    lengths = [RequestLength(1, output) for output in (9, 1, 5, 7, 3, 2, 8, 4, 6, 10)]
+    assert [one.num_output_tokens for one in part(lengths, 0.5)] == [2, 8, 4, 6, 10]
+    assert part(lengths, 1.0) == lengths
+
+
+def test_user_lengths_are_repeated_until_there_are_enough_tokens() -> None:
+    lengths = [RequestLength(1, 1), RequestLength(2, 3)]
+    chosen = resized(lengths, 20, seed=0)
+    assert 20 <= sum(one.num_tokens for one in chosen) < 25
+    assert chosen == resized(lengths, 20, seed=0)
 
 
 def test_rates_stretch_the_same_arrivals() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
@@ -37,6 +38,7 @@ from kvferry.sampling import BeamParams, SamplingParams
 from kvferry.spec import CachedPrefix
 from tests.support.engines import (
     BLOCK_SIZE,
+    deny_room,
     expected_beams,
     expected_tokens,
     first_tokens,
@@ -94,25 +96,21 @@ class EngineTrial:
         self.granted: set[str] = set()
         self.met: Counter[str] = Counter()
         self.pressure = 0.0  # how often a running sequence is denied the room it asks for
-        self._rng = random.Random(seed)
         self._num_made = 0
-        self._watch_room()
+        self._count_denials()
+        rng = random.Random(seed)
+        deny_room(self.core, lambda: rng.random() < self.pressure)
 
-    def _watch_room(self) -> None:
-        """Denies room at random, which preempts at random; counts what quotas deny."""
-        manager, pool = self.core.block_manager, self.core.pool
-        prepare_write, room = manager.prepare_write, pool.room
+    def _count_denials(self) -> None:
+        pool = self.core.pool
+        room = pool.room
 
-        def pressed_prepare_write(sequence: Sequence) -> bool:
-            return self._rng.random() >= self.pressure and prepare_write(sequence)
-
-        def counted_room(*args: object, **kwargs: object) -> Room:
-            answer = room(*args, **kwargs)  # type: ignore[arg-type]
+        def counted(num_blocks: int, *, revived: Iterable[int] = (), spare: int = 0, tenant: str = "") -> Room:
+            answer = room(num_blocks, revived=revived, spare=spare, tenant=tenant)
             self.met["over quota"] += answer is Room.OVER_QUOTA
             return answer
 
-        manager.prepare_write = pressed_prepare_write  # type: ignore[method-assign]
-        pool.room = counted_room  # type: ignore[method-assign, assignment]
+        pool.room = counted  # type: ignore[method-assign]
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -131,7 +129,9 @@ class EngineTrial:
         )
         if rng.random() < 0.3:  # an end that comes sooner
             stop = rng.choice(expected_tokens(prompt, sampling, choice))
-            sampling = SamplingParams(sampling.max_tokens, sampling.temperature, seed=sampling.seed, stop_token_ids=(stop,))
+            sampling = SamplingParams(
+                sampling.max_tokens, sampling.temperature, seed=sampling.seed, stop_token_ids=(stop,)
+            )
         whole = expected_tokens(prompt, sampling, choice)
         output = whole[: rng.randrange(len(whole))] if is_resumed and not is_held else []
         sequence = make_sequence(
@@ -392,7 +392,11 @@ def operation(trial: EngineTrial, rng: random.Random) -> None:
     which = rng.random()
     if which < 0.3:
         if len(trial.attempts) < MAX_LIVE_ATTEMPTS:
-            rng.choice([trial.add, trial.offer, trial.offer, lambda rng: trial.add(rng, is_held=True)])(rng)
+            kind = rng.randrange(4)
+            if kind < 2:
+                trial.offer(rng)
+            else:
+                trial.add(rng, is_held=kind == 3)
         elif held := [name for name, one in trial.attempts.items() if one.sequence.status is SequenceStatus.HELD]:
             trial.cancel(rng.choice(held))
     elif which < 0.36 and trial.granted:

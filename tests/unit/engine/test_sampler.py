@@ -187,3 +187,38 @@ def test_noise_never_changes() -> None:
 
 
 RECORDED_NOISE = [-1.962120850473538, 3.588324905821086, 0.41364307204678574, 0.13635346416936855]
+
+
+def test_choices_of_one_prompt_draw_as_if_each_were_alone() -> None:
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(1))
+    sampling = SamplingParams(max_tokens=9, temperature=1.0, seed=5, logprobs=True)
+    (together,) = sample_rows(logits, [SampleRequest(sampling, 7, 0, choice=2, num_choices=3)])
+    alone = [sample_rows(logits, [SampleRequest(sampling, 7, 0, choice=choice)])[0] for choice in (2, 3, 4)]
+    assert [together.token_id, *(other.token_id for other in together.others)] == [one.token_id for one in alone]
+    assert [together.logprob, *(other.logprob for other in together.others)] == [one.logprob for one in alone]
+    for one in alone:
+        assert one.token_id is not None
+        assert one.logprob == pytest.approx(logits[0].log_softmax(0)[one.token_id].item())
+
+
+def test_greedy_choices_are_equal_and_logprobs_come_only_when_asked_for() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0]])
+    greedy = SamplingParams(max_tokens=1, temperature=0.0)
+    (sampled,) = sample_rows(logits, [SampleRequest(greedy, 0, 0, num_choices=3)])
+    assert [sampled.token_id, *(other.token_id for other in sampled.others)] == [1, 1, 1]
+    assert sampled.logprob is None and sampled.others[0].logprob is None
+
+
+def test_candidates_are_the_most_likely_tokens_lower_ids_first_among_equals() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, -1.0, 3.0, 2.0]])
+    request = SampleRequest(SamplingParams(max_tokens=1, temperature=0.0), 0, 0, num_candidates=4)
+    (found,) = sample_rows(logits, [request])
+    assert [one.token_id for one in found.candidates] == [1, 2, 4, 5]
+    assert [one.logprob for one in found.candidates] == pytest.approx(logits[0].log_softmax(0)[[1, 2, 4, 5]].tolist())
+    assert found.token_id is None and found.error is None
+
+
+def test_candidates_of_logits_that_are_not_finite_are_an_error() -> None:
+    request = SampleRequest(SamplingParams(max_tokens=1), 3, 0, num_candidates=2)
+    (found,) = sample_rows(torch.tensor([[float("nan"), 1.0]]), [request])
+    assert found.error is not None and not found.candidates

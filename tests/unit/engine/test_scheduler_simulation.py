@@ -377,7 +377,7 @@ def test_a_higher_tier_does_not_wait_for_a_lower_ones_prefix() -> None:
     run_to_end(core)
 
 
-# -- a decode worker: grants, reservations, local work ------------------------------------------------------------------
+# -- a decode worker: grants, reservations, local work -----------------------------------------------------------------
 
 
 class DecodeTrial:
@@ -590,6 +590,18 @@ def test_a_tenant_whose_own_pins_fill_its_quota_is_served_all_the_same() -> None
         begun.update(started(core.step()))
         core.check_integrity()
     assert "big" in begun
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_a_sequence_at_its_tenants_quota_is_not_swapped_in_and_out_for_ever(mode: PreemptionMode) -> None:
+    """A pin takes the last block of its quota: it comes back when its next token has room too, which ends the pin."""
+    core = small_engine(mode, quotas={"metered": BlockQuota(6)})
+    core.add(make_sequence(core, "warm", [1, 2, 3, 4], 1, tenant="metered"))
+    run_to_end(core)
+    core.pool.pin("pin", core.pool.published_blocks(), tenant="metered")
+    core.add(make_sequence(core, "a", [5] * 8, 17, tenant="metered"))
+    run_to_end(core, max_steps=60)
+    assert core.stats().num_preemptions <= 3
 
 
 def test_quotas_bound_what_a_tenant_holds_and_all_of_it_still_ends() -> None:

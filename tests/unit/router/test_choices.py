@@ -101,8 +101,9 @@ async def test_first_tokens_may_end_some_choices_or_all(start_router: StartRoute
 
 async def test_a_stop_string_ends_one_choice(start_router: StartRouter) -> None:
     async with network_of_choices() as network, start_router(network) as router:
-        answer = await router.generate(sample(n=3, stop=("LL",)))
-        assert texts(answer) == {0: "HE", 1: "WORLDAGA", 2: "YES"}
+        network.outputs[0] = ids("HELL" + "O" * 200)  # so long that the stop comes before its end
+        answer = await router.generate(sample(n=3, stop=("LL",), max_tokens=200))
+        assert texts(answer) == {0: "HE", 1: "WORLDAGAIN", 2: "YES"}
         assert finishes(answer)[0].finish.stop_string == "LL"
         assert network.decode[0].stops == [(0, 4)]
         await network.all_ended()
@@ -111,8 +112,9 @@ async def test_a_stop_string_ends_one_choice(start_router: StartRouter) -> None:
 
 async def test_a_stop_string_in_a_first_token_before_the_commit(start_router: StartRouter) -> None:
     async with network_of_choices() as network, start_router(network) as router:
-        answer = await router.generate(sample(n=3, stop=("H",)))
-        assert texts(answer) == {0: "", 1: "WORLDAGA", 2: "YES"}
+        network.outputs[0] = ids("HELL" + "O" * 200)
+        answer = await router.generate(sample(n=3, stop=("H",), max_tokens=200))
+        assert texts(answer) == {0: "", 1: "WORLDAGAIN", 2: "YES"}
         assert network.decode[0].stops == [(0, 1)]
 
 
@@ -131,11 +133,15 @@ async def test_before_a_token_the_attempt_is_repeated_as_a_group(start_router: S
 async def test_in_mid_stream_choices_part_ways_with_their_own_tokens(start_router: StartRouter) -> None:
     async with network_of_choices(num_decode=2) as network, start_router(network) as router:
         network.hold(Point.TOKEN, 5)
-        answering = asyncio.create_task(router.generate(sample(n=3)))
-        await network.reached(Point.TOKEN, 5)
-        network.release(Point.TOKEN, 5)
-        await network.calls_of("decode")[0].worker.stop()
-        answer = await answering
+        messages: list[pb.GenerateResponse] = []
+        async with router.channel.stream(router.stub.Generate, sample(n=3), timeout_s=10) as call:
+            async for message in call:
+                messages.append(message)
+                if message.finish.index == 2:  # choice 2 has ended, as far as the router knows
+                    await network.reached(Point.TOKEN, 5)
+                    network.release(Point.TOKEN, 5)
+                    await network.calls_of("decode")[0].worker.stop()
+        answer = Answer(messages)
         assert texts(answer) == {0: "HELLO", 1: "WORLDAGA", 2: "YES"}
         assert answer.completed.usage.completion_tokens == 6 + 8 + 4
         specs = [call.spec for call in network.calls_of("prefill")[1:]]
@@ -330,3 +336,16 @@ async def test_greedy_choices_are_refused(start_router: StartRouter) -> None:
         request.sampling.n = 2
         with pytest.raises(InvalidArgument, match="n > 1 with temperature 0 gives n equal choices"):
             await router.generate(request)
+
+
+async def test_time_per_token_is_of_the_longest_choice_and_only_where_choices_are_streamed(
+    start_router: StartRouter,
+) -> None:
+    name = "gen_ai_server_time_per_output_token_seconds"
+    served = {"gen_ai_request_model": "tiny", "kvferry_tier": "standard"}
+    async with network_of_choices() as network, start_router(network) as router:
+        answer = await router.generate(sample(n=3))
+        per_token_s = answer.completed.timings.decode_s / 7
+        assert router.sample(f"{name}_sum", **served) == pytest.approx(per_token_s)
+        await router.generate(sample(n=1, best_of=3))
+        assert router.sample(f"{name}_count", **served) == 1

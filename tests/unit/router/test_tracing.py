@@ -9,6 +9,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 
 from kvferry.errors import InvalidArgument, Unavailable
 from kvferry.telemetry import Attributes
+from proto.kvferry.v1 import inference_pb2 as pb
 from tests.support.fake_workers import FakeNetwork, Point
 from tests.unit.router.conftest import Router, StartRouter, ask
 
@@ -50,8 +51,18 @@ async def test_the_tree_of_one_request(start_router: StartRouter) -> None:
         assert attributes[Attributes.INPUT_TOKENS] == 3
         assert attributes[Attributes.OUTPUT_TOKENS] == 4
         assert attributes[Attributes.FINISH_REASONS] == ("length",)
+        assert Attributes.REQUEST_CHOICE_COUNT not in attributes
         by_id = {f"{span.context.span_id:016x}": span.name for span in spans if span.context}
         assert [by_id[call.traceparent.split("-")[2]] for call in network.calls] == [DECODE, PREFILL]
+
+
+async def test_several_choices_are_counted_and_have_a_finish_reason_each(start_router: StartRouter) -> None:
+    async with FakeNetwork(OUTPUT) as network, start_router(network) as router:
+        await router.generate(ask(max_tokens=4, temperature=1.0, sampling=pb.SamplingOptions(n=2)))
+        attributes = (await spans_of(router))[0].attributes or {}
+        assert attributes[Attributes.REQUEST_CHOICE_COUNT] == 2
+        assert attributes[Attributes.OUTPUT_TOKENS] == 8
+        assert attributes[Attributes.FINISH_REASONS] == ("length", "length")
 
 
 async def test_an_incoming_trace_is_continued_and_a_malformed_one_ignored(start_router: StartRouter) -> None:
