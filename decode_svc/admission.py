@@ -10,6 +10,7 @@ preempted sequence goes before any grant. Runs on the engine's thread, between t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.core import EngineCore
@@ -92,6 +93,13 @@ class DecodeAdmission:
         if not len(self._waiting) or self._core.scheduler.has_preempted:
             return []
 
+        granted = self._waiting.admit(self._try_grant())
+        if not granted and self._core.give_up_pins(self._waiting):
+            granted = self._waiting.admit(self._try_grant())
+        return [GrantMade(sequence.seq_id, self._wanted(sequence)) for sequence in granted]
+
+    def _try_grant(self) -> Callable[[Sequence], Admission]:
+        """Offers for one round of grants, which share the free places of the batch."""
         num_seats = self._core.scheduler.max_running - self._num_seats_taken
 
         def try_grant(sequence: Sequence) -> Admission:
@@ -105,7 +113,7 @@ class DecodeAdmission:
             num_seats -= sequence.num_seats
             return Admission.TAKEN
 
-        return [GrantMade(sequence.seq_id, self._wanted(sequence)) for sequence in self._waiting.admit(try_grant)]
+        return try_grant
 
     @property
     def _num_seats_taken(self) -> int:

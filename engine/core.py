@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -266,8 +266,8 @@ class EngineCore:
                 outputs += self._process(chunk, result, start_ns, end_ns)
             for gang in gangs.values():
                 outputs += self._step_gang(gang, results) if gang is not None else []
-        elif self.is_blocked:
-            self._give_up_pins()
+        elif self.is_blocked and self.give_up_pins(self.scheduler.waiting):
+            self.is_blocked = False
         if self._checks_integrity and not self.has_work:
             self._report_integrity()
         return outputs
@@ -280,16 +280,22 @@ class EngineCore:
             self.num_integrity_faults += 1
             logger.error("the books of the pool are wrong: %s", fault)
 
-    def _give_up_pins(self) -> None:
-        """Ends pins without which a waiting sequence could run: all, or its tenant's where its quota is short."""
-        for sequence in self.scheduler.waiting:
+    def give_up_pins(self, waiting: Iterable[Sequence]) -> bool:
+        """Ends pins without which one of `waiting` could run: all, or its tenant's where its quota is short.
+
+        Returns:
+            Whether there were any. While running sequences or shipments will give blocks back, pins stay.
+        """
+        if not self.pool.num_pinned:
+            return False
+        for sequence in waiting:
             tenant = sequence.tenant if self.block_manager.is_over_quota(sequence) else None
             if tenant is None and self.pool.counts.used > self.pool.num_pinned:
-                continue  # running sequences and shipments will give theirs back
+                continue
             if self.pool.unpin_all(tenant):
                 logger.warning("pins are given up: waiting sequence %s needs more than they leave", sequence.seq_id)
-                self.is_blocked = False
-                return
+                return True
+        return False
 
     def _move_blocks(self) -> None:
         """Copies and swaps that the schedule asks for."""

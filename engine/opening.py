@@ -105,7 +105,7 @@ def warm_up(runner: Runner) -> None:
 
 
 def _run_alone(runner: Runner, num_tokens: int) -> None:
-    """A prompt of `num_tokens` tokens and two output tokens in an engine of their own, so that no figure counts them."""
+    """`num_tokens` prompt tokens and two of output, in an engine of their own, so that no figure counts them."""
     core = EngineCore(runner, EngineLimits(prefix_caching=False))
     sequence = Sequence("warm-up", [0] * num_tokens, SamplingParams(max_tokens=2, temperature=0.0))
     result = generate(core, [sequence])["warm-up"]

@@ -39,6 +39,7 @@ from prefill_svc.task import (
     PrefillTask,
     ReportDone,
     ReportFirstToken,
+    ReportPromptComputed,
     ShipFirstTokens,
     ShipTokens,
     TaskAction,
@@ -236,6 +237,8 @@ class _PrefillRun:
                     pass  # the run ends with the next action, and the Ship call with the run
                 case ReportFirstToken():
                     await writer.write(_first_token_response(action))
+                case ReportPromptComputed():
+                    await writer.write(_prompt_computed_response(action))
                 case ReportDone(summary=summary):
                     await writer.write(_done_response(summary))
                 case FailAttempt(error=error):
@@ -291,6 +294,15 @@ def _first_token_response(report: ReportFirstToken) -> worker_pb2.PrefillRespons
         logprob=report.logprob,
     )
     return worker_pb2.PrefillResponse(first_token=message)
+
+
+def _prompt_computed_response(report: ReportPromptComputed) -> worker_pb2.PrefillResponse:
+    message = worker_pb2.PromptComputed(
+        num_cached_tokens=report.num_cached_tokens,
+        queue_s=report.queue_ns / 1e9,
+        prefill_s=report.prefill_ns / 1e9,
+    )
+    return worker_pb2.PrefillResponse(prompt_computed=message)
 
 
 def _done_response(summary: ShipSummary) -> worker_pb2.PrefillResponse:

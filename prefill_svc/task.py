@@ -64,6 +64,15 @@ class ReportFirstToken:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportPromptComputed:
+    """Tell the router that the prompt of a beam search is computed."""
+
+    num_cached_tokens: int
+    queue_ns: int
+    prefill_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReportDone:
     """The attempt's prefill is complete; the last action."""
 
@@ -77,7 +86,16 @@ class FailAttempt:
     error: KvferryError
 
 
-TaskAction = OpenShipment | ShipTokens | ShipFirstTokens | CancelShipment | ReportFirstToken | ReportDone | FailAttempt
+TaskAction = (
+    OpenShipment
+    | ShipTokens
+    | ShipFirstTokens
+    | CancelShipment
+    | ReportFirstToken
+    | ReportPromptComputed
+    | ReportDone
+    | FailAttempt
+)
 
 
 class PrefillTask:
@@ -119,9 +137,8 @@ class PrefillTask:
                 return [ShipTokens(num_tokens)] if self._has_target else []
             case TokenSampled():
                 return self._on_token(output)
-            case CandidatesFound(candidates=candidates):
-                ids, logprobs = zip(*((one.token_id, one.logprob) for one in candidates), strict=True)
-                return [ShipFirstTokens(ids, logprobs)]
+            case CandidatesFound():
+                return self._on_candidates(output)
             case SequenceFailed(error=error):
                 return self.on_failed(error)
         return []
@@ -163,6 +180,15 @@ class PrefillTask:
         )
         self._tokens.append(output)
         return [report] if len(self._tokens) < self._num_choices else [report, *self._after_tokens()]
+
+    def _on_candidates(self, output: CandidatesFound) -> list[TaskAction]:
+        report = ReportPromptComputed(
+            num_cached_tokens=self._num_cached_tokens,
+            queue_ns=self._started_ns - self._received_ns,
+            prefill_ns=output.at_ns - self._started_ns,
+        )
+        token_ids = tuple(one.token_id for one in output.candidates)
+        return [report, ShipFirstTokens(token_ids, tuple(one.logprob for one in output.candidates))]
 
     def _after_tokens(self) -> list[TaskAction]:
         """Every choice has its first token: ship, unless they ended all of them."""

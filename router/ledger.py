@@ -47,6 +47,8 @@ class RequestLedger:
         match message.WhichOneof("event"):
             case "first_token":
                 self._take_first(message.first_token)
+            case "prompt_computed":
+                self._take_figures(message.prompt_computed)
             case "done":
                 done = message.done
                 self.ship_s += done.ship_s
@@ -59,14 +61,17 @@ class RequestLedger:
         match message.WhichOneof("event"):
             case "tokens":
                 self._take_first(message.tokens)
-            case "beams":
+            case "beams" if not self.has_prefill_figures:
                 self._take_figures(message.beams)
 
     def _take_first(self, message: worker_pb2.FirstToken | worker_pb2.DecodeTokens) -> None:
         if message.token_index == 0 and not self.has_prefill_figures:
             self._take_figures(message)
 
-    def _take_figures(self, message: worker_pb2.FirstToken | worker_pb2.DecodeTokens | worker_pb2.Beams) -> None:
+    def _take_figures(
+        self,
+        message: worker_pb2.FirstToken | worker_pb2.DecodeTokens | worker_pb2.Beams | worker_pb2.PromptComputed,
+    ) -> None:
         self.has_prefill_figures = True
         self.worker_queue_s = message.queue_s
         self.prefill_s = message.prefill_s

@@ -184,7 +184,7 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
     _refuse_idle_beside_beams(message)
     sampling, stopping, response = message.sampling, message.stopping, message.response
     n, temperature = _n(sampling), _temperature(sampling)
-    beam = _beam(message.beam_search, n) if message.HasField("beam_search") else None
+    beam = _beam(message.beam_search, n, limits.vocab_size) if message.HasField("beam_search") else None
     tier = message.tier or limits.default_tier
     return Request(
         label=_label(message.request_id),
@@ -490,9 +490,11 @@ def _best_of(sampling: pb.SamplingOptions, n: int, temperature: float) -> int:
     return best_of
 
 
-def _beam(beam: pb.BeamSearch, n: int) -> BeamParams:
+def _beam(beam: pb.BeamSearch, n: int, vocab_size: int) -> BeamParams:
     if not 1 <= beam.width <= MAX_BEAM_WIDTH:
         raise InvalidArgument("beam_search.width", f"{beam.width} is not between 1 and {MAX_BEAM_WIDTH}")
+    if 2 * beam.width > vocab_size:
+        raise InvalidArgument("beam_search.width", f"{beam.width} is above half the vocabulary of {vocab_size} ids")
     if n > beam.width:
         raise InvalidArgument("sampling.n", f"{n} is above beam_search.width, {beam.width}")
     length_penalty = _finite("beam_search.length_penalty", beam.length_penalty)

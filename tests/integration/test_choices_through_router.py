@@ -76,6 +76,12 @@ async def test_a_beam_search_is_the_same_with_and_without_a_shipment(config: Con
             found.append(ids(answer.choices))
             first, second = (choice.cumulative_logprob or 0.0 for choice in answer.choices)
             assert first >= second
+            assert answer.timings.prefill_s > 0
+            again = await deployment.client.complete(options(n=2, beam_width=3), timeout_s=30.0)
+            assert ids(again.choices) == ids(answer.choices)
+            assert again.usage.cached_tokens > 0 and again.timings.num_blocks_reused == num_prefill * (
+                again.usage.cached_tokens // config.engine.block_size
+            )
             await deployment.assert_idle()
     assert found[0] == found[1]
 

@@ -26,6 +26,10 @@ BLOCK_SIZE = 4
 POISON = b"\xee"
 
 
+class BrokenStep(BaseException):
+    """A step that no engine should ask for; not an `Exception`, which the engine would take for a failing model."""
+
+
 class WatchedRunner(ScriptedRunner):
     """Checks what each step asks for: within the budget, every slot written by one sequence, no published block.
 
@@ -40,23 +44,28 @@ class WatchedRunner(ScriptedRunner):
         self.max_tokens = max_tokens
         self.published: Callable[[], Iterable[int]] = tuple
         self.num_tokens_run = 0
-        self.num_steps = 0
 
     def run(self, slices: list[SequenceSlice]) -> list[Sampled | None]:
+        try:
+            self._check(slices)
+            sampled = super().run(slices)
+        except AssertionError as fault:
+            raise BrokenStep(*fault.args) from fault
+        self.num_tokens_run += sum(len(part.token_ids) for part in slices)
+        return sampled
+
+    def _check(self, slices: list[SequenceSlice]) -> None:
         num_tokens = sum(len(part.token_ids) for part in slices)
         assert 0 < num_tokens <= self.max_tokens, f"{num_tokens} tokens in a step of at most {self.max_tokens}"
         assert all(part.token_ids for part in slices), "a slice without tokens"
         assert len({part.seq_id for part in slices}) == len(slices), "a sequence twice in one step"
         published, written = set(self.published()), set[int]()
+        size = self.layout.block_size
         for part in slices:
-            size = self.layout.block_size
             blocks = part.block_table[part.start // size : -(-part.context_length // size)]
             assert not published.intersection(blocks), f"{part.seq_id} writes into a published block"
             assert not written.intersection(blocks), f"{part.seq_id} writes into another one's block"
             written.update(blocks)
-        self.num_tokens_run += num_tokens
-        self.num_steps += 1
-        return super().run(slices)
 
     def _slots(self, block_table: SequenceOf[int], num_tokens: int) -> bytes:
         if self.window is None:

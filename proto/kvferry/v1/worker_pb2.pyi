@@ -188,14 +188,26 @@ class ShipTarget(_message.Message):
     def __init__(self, address: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("progress", "first_token", "done")
+    __slots__ = ("progress", "first_token", "done", "prompt_computed")
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_COMPUTED_FIELD_NUMBER: _ClassVar[int]
     progress: PrefillProgress
     first_token: FirstToken
     done: PrefillDone
-    def __init__(self, progress: _Optional[_Union[PrefillProgress, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., done: _Optional[_Union[PrefillDone, _Mapping]] = ...) -> None: ...
+    prompt_computed: PromptComputed
+    def __init__(self, progress: _Optional[_Union[PrefillProgress, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., done: _Optional[_Union[PrefillDone, _Mapping]] = ..., prompt_computed: _Optional[_Union[PromptComputed, _Mapping]] = ...) -> None: ...
+
+class PromptComputed(_message.Message):
+    __slots__ = ("num_cached_tokens", "queue_s", "prefill_s")
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    num_cached_tokens: int
+    queue_s: float
+    prefill_s: float
+    def __init__(self, num_cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ...) -> None: ...
 
 class PrefillProgress(_message.Message):
     __slots__ = ("num_computed_tokens",)

@@ -197,3 +197,74 @@ def test_unregister_frees_everything_once_in_every_phase(phase: str) -> None:
     core.check_integrity()
     assert core.pool.counts.used == 0
     assert not core.sequences and admission.num_waiting == 0 and not core.has_work
+
+
+def test_pins_yield_to_a_grant_that_would_otherwise_wait_for_ever() -> None:
+    admission = make(num_blocks=8)
+    pool = core_of(admission).pool
+    cached = sequence(admission, "cached", list(range(16)), max_tokens=2)
+    ship(admission, cached)
+    run(admission)
+    blocks = [
+        block_id for block_id in range(8) if pool.ref_count(block_id) == 0 and block_id in pool.published_blocks()
+    ]
+    pool.pin("system prompt", blocks[:4])
+    large = sequence(admission, "large", [9] * 27, max_tokens=2)
+    offer(admission, large)
+    assert [output.seq_id for output in admission.poll() if isinstance(output, GrantMade)] == ["large"]
+    assert pool.num_pinned == 0
+    core_of(admission).check_integrity()
+
+
+def test_pins_stay_while_others_will_give_blocks_back() -> None:
+    admission = make(num_blocks=8)
+    pool = core_of(admission).pool
+    ship(admission, sequence(admission, "cached", list(range(8)), max_tokens=2))
+    run(admission)
+    pool.pin("system prompt", list(pool.published_blocks())[:2])
+    offer(admission, sequence(admission, "first", [8] * 11, arrival=1, max_tokens=2))
+    admission.poll()
+    offer(admission, sequence(admission, "second", [9] * 15, arrival=2, max_tokens=2))
+    assert admission.poll() == []
+    assert pool.num_pinned == 2
+
+
+def test_a_group_waits_for_places_for_all_its_choices() -> None:
+    limits = EngineLimits(max_batched_tokens=16, max_running=4)
+    admission = DecodeAdmission(EngineCore(ScriptedRunner(num_blocks=64, block_size=BLOCK_SIZE), limits))
+    first, second = sequence(admission, "first", [1] * 5), sequence(admission, "second", [2] * 5, arrival=1)
+    first.num_choices, second.num_choices = 3, 2
+    offer(admission, first)
+    offer(admission, second)
+    assert [output.seq_id for output in admission.poll()] == ["first"]
+    admission.unregister("first")
+    assert [output.seq_id for output in admission.poll()] == ["second"]
+
+
+def test_a_grant_waits_for_blocks_that_are_on_their_way_for_another() -> None:
+    admission = make(num_blocks=32)
+    prompt = list(range(10))
+    first, second = sequence(admission, "first", prompt), sequence(admission, "second", prompt, arrival=1)
+    offer(admission, first)
+    offer(admission, second)
+    assert [output.seq_id for output in admission.poll()] == ["first"]
+    fill(admission, first, admission.reservation("first"))
+    assert admission.poll() == []
+    admission.commit("first", tokens(reference_continuation(prompt, 1)))
+    assert [output for output in admission.poll() if isinstance(output, GrantMade)] == [GrantMade("second", (2,))]
+
+
+def test_a_grant_does_not_wait_for_a_lower_tier_or_when_the_other_one_is_gone() -> None:
+    admission = make(num_blocks=32)
+    prompt = list(range(10))
+    low, high = sequence(admission, "low", prompt, rank=2), sequence(admission, "high", prompt, rank=0)
+    offer(admission, low)
+    assert [output.seq_id for output in admission.poll()] == ["low"]
+    offer(admission, high)
+    assert [output.seq_id for output in admission.poll()] == ["high"]
+    other = sequence(admission, "other", prompt, rank=2, arrival=5)
+    offer(admission, other)
+    assert admission.poll() == []
+    admission.unregister("low")
+    admission.unregister("high")
+    assert admission.poll() == [GrantMade("other", (0, 1, 2))]

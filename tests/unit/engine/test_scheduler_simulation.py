@@ -26,7 +26,15 @@ import pytest
 from decode_svc.admission import DecodeAdmission
 from engine.block_pool import BlockQuota
 from engine.core import EngineCore, EngineLimits
-from engine.outputs import BeamsFinished, GrantMade, Output, SequencePreempted, SequenceStarted, TokenSampled
+from engine.outputs import (
+    BeamsFinished,
+    GrantMade,
+    Output,
+    SequenceFailed,
+    SequencePreempted,
+    SequenceStarted,
+    TokenSampled,
+)
 from engine.preemption import PreemptionMode, PreemptionPolicy
 from engine.sequence import Sequence
 from kvferry.errors import ResourceExhausted
@@ -74,7 +82,8 @@ class Request:
 
     sequence: Sequence
     at_s: float
-    num_open: int = 1  # choices, or the one beam search, that must still end
+    num_choices: int
+    num_open: int  # choices, or the one beam search, that must still end
     started_s: float | None = None
     finished_s: float | None = None
     num_preemptions: int = 0  # of its choices, or of its gang
@@ -84,9 +93,7 @@ class Request:
     @property
     def num_lanes(self) -> int:
         """Sequences it becomes."""
-        return self.sequence.beam.width if self.sequence.beam is not None else max(1, self.num_choices)
-
-    num_choices: int = 1
+        return self.sequence.beam.width if self.sequence.beam is not None else self.num_choices
 
     @property
     def prefill_steps(self) -> int:
@@ -112,17 +119,17 @@ class Simulation:
     def at(self, at_s: float, sequence: Sequence) -> None:
         """Lets `sequence` arrive; calls come in order of time."""
         num_choices = sequence.num_choices
-        self._to_come.append(Request(sequence, at_s, num_open=num_choices, num_choices=num_choices))
+        self._to_come.append(Request(sequence, at_s, num_choices, num_open=num_choices))
 
-    def run(self, each_step: Callable[[], None] = lambda: None) -> None:
+    def run(self) -> None:
         """Until everything has ended; books and order are checked after each step."""
         while self._to_come or self.live:
             if not self.live:
                 self.now_s = max(self.now_s, self._to_come[0].at_s)
             while self._to_come and self._to_come[0].at_s <= self.now_s:
                 self._arrive(self._to_come.popleft())
+            assert self.core.has_work, f"ended without a word: {sorted(self.live)}"
             self._step()
-            each_step()
 
     def _arrive(self, request: Request) -> None:
         name, key = request.sequence.seq_id, request.sequence.priority.key
@@ -149,6 +156,8 @@ class Simulation:
     def _take(self, output: Output, gangs: set[str]) -> None:
         request = self.requests[output.seq_id]
         match output:
+            case SequenceFailed():
+                raise AssertionError(output)
             case SequenceStarted():
                 self._start(request)
             case SequencePreempted():
@@ -437,11 +446,14 @@ def test_shipped_in_requests_that_all_grow_are_slow_but_never_frozen(mode: Preem
     trial = DecodeTrial(small_engine(mode))
     for number in range(12):
         trial.offer(str(number), [number] * 10, 60)
-    while len(trial.finished) < 12:
+    for _ in range(600):
+        if len(trial.finished) == 12:
+            break
         before = trial.num_tokens.total()
         for _ in range(6):  # a recompute takes up to five chunks
             trial.step()
         assert trial.num_tokens.total() > before, "frozen"
+    assert len(trial.finished) == 12
     assert trial.core.stats().num_preemptions > 3
     assert trial.core.pool.counts.used == 0
 

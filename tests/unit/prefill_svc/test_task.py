@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engine.outputs import ChunkComputed, SequenceFailed, SequenceStarted, TokenSampled
+from engine.forward_batch import Candidate
+from engine.outputs import CandidatesFound, ChunkComputed, SequenceFailed, SequenceStarted, TokenSampled
 from kvferry.errors import Internal, Unavailable
 from kvferry.sampling import Finish, FinishKind
 from kvtransfer.sender import ShipSummary
@@ -13,6 +14,7 @@ from prefill_svc.task import (
     PrefillTask,
     ReportDone,
     ReportFirstToken,
+    ReportPromptComputed,
     ShipFirstTokens,
     ShipTokens,
 )
@@ -58,3 +60,32 @@ def test_any_failure_ends_it_once() -> None:
     assert task.on_output(SequenceStarted("a", 0, at_ns=0)) == []
     other = PrefillTask(has_target=True, received_ns=0)
     assert other.on_output(SequenceFailed("a", Internal("x")))[0].__class__ is FailAttempt
+
+
+def test_the_first_tokens_of_all_choices_are_shipped_together() -> None:
+    """Those that ended their choice too: the receiver knows which by the same rules."""
+    task = PrefillTask(has_target=True, received_ns=0, num_choices=3)
+    task.on_output(SequenceStarted("a", 0, at_ns=0))
+    assert len(task.on_output(TokenSampled("a", 0, 7, None, at_ns=1, choice=0))) == 1
+    assert len(task.on_output(TokenSampled("a", 0, 2, LENGTH, at_ns=1, choice=1))) == 1
+    report, ship = task.on_output(TokenSampled("a", 0, 9, None, at_ns=1, choice=2, logprob=-0.5))
+    assert isinstance(report, ReportFirstToken) and (report.choice, report.logprob) == (2, -0.5)
+    assert ship == ShipFirstTokens((7, 2, 9))
+
+
+def test_when_every_choice_ended_at_once_nothing_is_shipped() -> None:
+    task = PrefillTask(has_target=True, received_ns=0, num_choices=2)
+    task.on_output(TokenSampled("a", 0, 7, LENGTH, at_ns=1, choice=0))
+    actions = task.on_output(TokenSampled("a", 0, 7, LENGTH, at_ns=1, choice=1))
+    assert [type(action) for action in actions] == [ReportFirstToken, CancelShipment, ReportDone]
+    assert task.is_over
+
+
+def test_candidates_of_a_beam_search_are_shipped_and_only_figures_reported() -> None:
+    task = PrefillTask(has_target=True, received_ns=10)
+    task.on_output(SequenceStarted("a", 16, at_ns=30))
+    found = CandidatesFound("a", (Candidate(5, -0.1), Candidate(3, -2.0)), at_ns=45)
+    assert task.on_output(found) == [
+        ReportPromptComputed(num_cached_tokens=16, queue_ns=20, prefill_ns=15),
+        ShipFirstTokens((5, 3), (-0.1, -2.0)),
+    ]
