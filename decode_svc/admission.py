@@ -58,6 +58,11 @@ class DecodeAdmission:
             self._waiting.remove(sequence)
         self._committed.discard(seq_id)
 
+    def stop_choice(self, seq_id: str, choice: int) -> None:
+        """Ends one choice of an attempt, also one that waits for its grant."""
+        for sequence in self._core.remove_choice(seq_id, choice):
+            self._waiting.remove(sequence)
+
     def offer(self, seq_id: str, block_hashes: list[bytes], num_tokens: int) -> bool:
         """Queues a grant for the attempt; False when it is committed already and needs none.
 
@@ -100,7 +105,7 @@ class DecodeAdmission:
 
     def _try_grant(self) -> Callable[[Sequence], Admission]:
         """Offers for one round of grants, which share the free places of the batch."""
-        num_seats = self._core.scheduler.max_running - self._num_seats_taken
+        num_seats = self._core.scheduler.max_running - self._core.scheduler.num_seats_taken
 
         def try_grant(sequence: Sequence) -> Admission:
             nonlocal num_seats
@@ -114,12 +119,6 @@ class DecodeAdmission:
             return Admission.TAKEN
 
         return try_grant
-
-    @property
-    def _num_seats_taken(self) -> int:
-        """Sequences in the batch and those that will join it when their KV is here."""
-        in_batch = (SequenceStatus.RESERVED, SequenceStatus.RUNNING)
-        return sum(one.num_seats for one in self._core.sequences.values() if one.status in in_batch)
 
     def _wanted(self, sequence: Sequence) -> tuple[int, ...]:
         block_size = self._core.layout.block_size

@@ -188,4 +188,4 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
 
     def _stop_choice(self, attempt: DecodeAttempt, choice: int) -> None:
         seq_id = attempt.id.seq_id
-        self._engine.submit(lambda core: core.remove_choice(seq_id, choice))
+        self._engine.submit(lambda _: self._admission.stop_choice(seq_id, choice))

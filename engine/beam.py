@@ -9,6 +9,7 @@ likely token), as torch.topk promises none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -165,8 +166,16 @@ class BeamSearch:
         return bool(self._score(self._live[0].logprob, self.num_output_tokens) > self._hypotheses[-1].score)
 
     def _score(self, logprob: np.float32, num_output_tokens: int) -> np.float32:
-        divisor = np.float32(float(num_output_tokens) ** self._params.length_penalty)
-        return np.float32(logprob / divisor)
+        """Beyond the range of float32 it is 0 or minus infinity, for no caller's exponent may stop the step loop."""
+        with np.errstate(all="ignore"):
+            return np.float32(logprob / np.float32(_power(num_output_tokens, self._params.length_penalty)))
 
     def _token_ids(self, extension: _Extension) -> tuple[int, ...]:
         return (*self._live[extension.parent].token_ids, extension.token_id)
+
+
+def _power(base: int, exponent: float) -> float:
+    try:
+        return math.pow(base, exponent)
+    except OverflowError:
+        return math.inf

@@ -205,6 +205,8 @@ class BlockManager:
             if new is None:
                 return False
             sequence.block_table[index] = new[0]
+            if index == sequence.num_dropped_blocks:
+                sequence.block_table[:index] = new * index  # entries of dropped blocks name a held one
             self._ops.append(CopyBlock(source, new[0]))
             self.pool.free([source])
         return True
@@ -262,8 +264,8 @@ class BlockManager:
         sources = self._swap_sources(unit)
         num_new = sum(block_id is None for block_id in sources.values())
         hits = list(dict.fromkeys(block_id for block_id in sources.values() if block_id is not None))
-        spare = self._num_blocks_to_write(unit)
-        if not self._has_room(unit[0], num_new, hits, keep_watermark=keep_watermark, spare=spare):
+        num_needed = num_new + self._num_blocks_to_write(unit)
+        if not self._has_room(unit[0], num_needed, hits, keep_watermark=keep_watermark):
             return False
         for block_id in hits:
             self.pool.touch(block_id)

@@ -181,6 +181,7 @@ class EngineCore:
         if not self.block_manager.reserve(sequence, keep_watermark=keep_watermark):
             return False
         sequence.status = SequenceStatus.RESERVED
+        self.scheduler.reserved.add(sequence)
         sequence.num_cached_tokens = sequence.num_computed_tokens
         return True
 
@@ -209,6 +210,7 @@ class EngineCore:
         sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_arrived_tokens)
         self.block_manager.publish(sequence)
         self.block_manager.free(sequence)
+        self.scheduler.reserved.discard(sequence)
         sequence.status = SequenceStatus.WAITING
 
     def remove(self, owner_id: str) -> list[Sequence]:
@@ -218,13 +220,19 @@ class EngineCore:
             self._leave(sequence)
         return sequences
 
-    def remove_choice(self, owner_id: str, choice: int) -> None:
-        """Ends one choice of an attempt, or keeps it from beginning; the others go on. An unknown one does nothing."""
+    def remove_choice(self, owner_id: str, choice: int) -> list[Sequence]:
+        """Ends one choice of an attempt, or keeps it from beginning; the others go on. An unknown one does nothing.
+
+        Returns the sequences that ended.
+        """
+        ended: list[Sequence] = []
         for sequence in list(self._attempts.get(owner_id, ())):
             if sequence.num_choices > 1:
                 sequence.stopped_choices.add(choice)
             elif sequence.choice == choice:
                 self._leave(sequence)
+                ended.append(sequence)
+        return ended
 
     def _leave(self, sequence: Sequence) -> None:
         """Ends one sequence and frees its blocks."""

@@ -88,6 +88,7 @@ class Scheduler:
         self.counters = counters or MemoryCounters()
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in order of priority; beams of a gang side by side
+        self.reserved: set[Sequence] = set()  # will join when their KV has arrived
 
     @property
     def has_work(self) -> bool:
@@ -95,7 +96,8 @@ class Scheduler:
 
     @property
     def has_preempted(self) -> bool:
-        return any(sequence.num_preemptions > 0 for sequence in self.waiting)
+        """Whether one waits that ran before: preempted, or a choice that found no place in the batch."""
+        return any(sequence.num_preemptions > 0 or sequence.was_started for sequence in self.waiting)
 
     @property
     def num_preemptions(self) -> int:
@@ -103,8 +105,8 @@ class Scheduler:
 
     @property
     def num_seats_taken(self) -> int:
-        """Places in the batch: of running sequences, and of the choices and beams that prompts will fork into."""
-        return sum(sequence.num_seats for sequence in self.running)
+        """Places in the batch: of running and reserved sequences, and of what prompts will fork into."""
+        return sum(sequence.num_seats for sequence in (*self.running, *self.reserved))
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence without blocks; of a gang, the first member stands for all."""
@@ -114,12 +116,14 @@ class Scheduler:
 
     def start(self, sequence: Sequence) -> None:
         """Puts a sequence that has its blocks into the batch."""
+        self.reserved.discard(sequence)
         sequence.status = SequenceStatus.RUNNING
         bisect.insort(self.running, sequence, key=lambda other: other.priority.key)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out of queue and batch; its blocks stay with it."""
         self.waiting.remove(sequence)
+        self.reserved.discard(sequence)
         if sequence in self.running:
             self.running.remove(sequence)
 

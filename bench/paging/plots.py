@@ -89,13 +89,16 @@ def _sharing(axes: Axes, table: Table) -> None:
 
 
 def _block_size(axes: Axes, table: Table) -> None:
-    sizes = [str(row[0]) for row in table.rows]
-    for index, column in enumerate(table.columns):
-        if column.endswith("latency s/token"):
-            values = [float(row[index] or 0) for row in table.rows]
-            axes.plot(sizes, values, "o-", label=column.partition(":")[0])
+    records = table.records()
+    for workload in dict.fromkeys(row["workload"] for row in records):
+        chosen = [row for row in records if row["workload"] == workload]
+        for column in table.columns[-2:]:
+            rates = [_number(row, column) for row in chosen]
+            shares = [rate / (max(rates) or 1.0) for rate in rates]
+            axes.plot([str(row["block size"]) for row in chosen], shares, "o-", label=f"{workload}, {column}")
+    axes.set_ylim(0, 1.05)
     axes.set_xlabel("block size")
-    _finish(axes, table, "normalised latency, s/token")
+    _finish(axes, table, "requests/s, as a share of the best")
 
 
 def _swap(axes: Axes, table: Table) -> None:

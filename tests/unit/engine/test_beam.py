@@ -176,6 +176,13 @@ def test_length_penalty_over_output_tokens(penalty: float, best: tuple[int, ...]
     assert run(search, ENDING)[0].token_ids == best
 
 
+@pytest.mark.parametrize("penalty", [-1e6, -100.0, 100.0, 1e6])
+def test_no_length_penalty_breaks_the_search(penalty: float) -> None:
+    sampling = SamplingParams(max_tokens=12, eos_token_ids=(9,))
+    found = run(BeamSearch(BeamParams(2, penalty, num_returned=2), sampling, 10), lambda token_ids: {0: 0.6, 1: 0.4})
+    assert [len(hypothesis.token_ids) for hypothesis in found] == [12, 12]
+
+
 def test_ending_token_beyond_the_best_is_no_hypothesis() -> None:
     search = BeamSearch(BeamParams(2), SamplingParams(max_tokens=9, eos_token_ids=(3,)), vocab_size=4)
     steps = search.advance([best_first({0: 0.4, 1: 0.3, 3: 0.2, 2: 0.1})])

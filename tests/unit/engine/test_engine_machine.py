@@ -50,7 +50,7 @@ from tests.support.engines import (
 
 NUM_BLOCKS = 24
 MAX_LIVE_ATTEMPTS = 16
-MAX_STEPS_TO_DRAIN = 5_000
+MAX_STEPS_TO_DRAIN = 2_000
 QUOTA = BlockQuota(max_used_blocks=12, max_cached_blocks=4)
 TENANTS = ("", "metered", "other")
 EVERYTHING = (
@@ -246,7 +246,7 @@ class EngineTrial:
         choice = rng.choice(sorted(attempt.open))
         self.met["stopped before the fork" if attempt.sequence.num_choices > 1 else "stopped after the fork"] += 1
         attempt.open.discard(choice)
-        self.core.remove_choice(seq_id, choice)
+        self.admission.stop_choice(seq_id, choice)
         if not attempt.open:
             self.cancel(seq_id)
 

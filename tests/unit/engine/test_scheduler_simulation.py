@@ -531,7 +531,7 @@ def test_a_choice_stopped_while_it_waits_for_a_grant_holds_nothing_afterwards() 
     trial.core.step()
     trial.offer("stopped", [2] * 20, 4)
     trial.step()
-    trial.core.remove_choice("stopped", 0)
+    trial.admission.stop_choice("stopped", 0)
     trial.admission.unregister("stopped")
     for _ in range(10):
         trial.step(commits=False)
