@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine.block_pool import Room
 from engine.core import EngineCore
 from engine.forward_batch import SampledToken
 from engine.outputs import GrantMade, Output, SequenceCommitted
@@ -99,7 +100,7 @@ class DecodeAdmission:
             return []
 
         granted = self._waiting.admit(self._try_grant())
-        if not granted and self._core.give_up_pins(self._waiting):
+        if not granted and len(self._waiting) and self._core.give_up_pins():
             granted = self._waiting.admit(self._try_grant())
         return [GrantMade(sequence.seq_id, self._wanted(sequence)) for sequence in granted]
 
@@ -111,10 +112,13 @@ class DecodeAdmission:
             nonlocal num_seats
             if num_seats < min(sequence.num_seats, self._core.scheduler.max_running):
                 return Admission.CLOSED
+            if self._core.scheduler.is_due_before(sequence):
+                return Admission.CLOSED
             if self._core.is_prefix_on_its_way(sequence):
                 return Admission.DEFERRED
-            if not self._core.reserve(sequence):
-                return Admission.DEFERRED if self._core.block_manager.is_over_quota(sequence) else Admission.NO_ROOM
+            room = self._core.reserve(sequence)
+            if room is not Room.ENOUGH:
+                return Admission.DEFERRED if room is Room.OVER_QUOTA else Admission.NO_ROOM
             num_seats -= sequence.num_seats
             return Admission.TAKEN
 

@@ -8,14 +8,17 @@ planned in `take_ops`, in order.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 
 from engine.block_pool import BlockPool, Room
 from engine.memory_ops import CopyBlock, MemoryOp, SwapIn, SwapOut
 from engine.sequence import Sequence
 from engine.swap_space import SwappedTable, SwapSpace
+
+logger = logging.getLogger(__name__)
 
 
 class BlockManager:
@@ -130,49 +133,78 @@ class BlockManager:
 
     # -- taking blocks --------------------------------------------------------------------------------------------
 
-    def admit(self, unit: SequenceOf[Sequence], *, keep_watermark: bool) -> bool:
-        """Gives every sequence of `unit` blocks for all its known tokens, or nothing to any.
+    def admit(self, unit: SequenceOf[Sequence], *, keep_watermark: bool) -> Room:
+        """Gives every sequence of `unit` blocks for all its known tokens, or nothing to any and says why not.
 
         Hits stop one token short of the end: the last known token must be computed to sample the next one. Further
         beams of a gang share full blocks with the first, which computes them (`Sequence.prefix_leader`).
         """
+        return self._unless_pins_yield(unit[0], lambda: self._admit(unit, keep_watermark=keep_watermark))
+
+    def _admit(self, unit: SequenceOf[Sequence], *, keep_watermark: bool) -> Room:
         first = unit[0]
         hits = self.match_prefix(first, first.num_tokens - 1)
         num_shared = [self._num_common_blocks(first, other) for other in unit[1:]]
         num_new = self.num_blocks_for(first.num_tokens) - len(hits)
         num_new += sum(self.num_blocks_for(other.num_tokens) for other in unit[1:]) - sum(num_shared)
-        if not self._has_room(first, num_new, hits, keep_watermark=keep_watermark):
-            return False
+        room = self._room(first, num_new, hits, keep_watermark=keep_watermark)
+        if room is not Room.ENOUGH:
+            return room
         self._take(first, hits, first.num_tokens)
         for other, shared in zip(unit[1:], num_shared, strict=True):
             self._take(other, first.block_table[:shared], other.num_tokens)
             other.prefix_leader = first
-        return True
+        return room
 
     def _num_common_blocks(self, first: Sequence, other: Sequence) -> int:
         num_blocks = (min(first.num_tokens, other.num_tokens) - 1) // self.block_size
         pairs = zip(*(one.block_hashes(num_blocks, self.block_size) for one in (first, other)), strict=True)
         return next((index for index, (mine, yours) in enumerate(pairs) if mine != yours), num_blocks)
 
-    def reserve(self, sequence: Sequence, *, keep_watermark: bool) -> bool:
+    def reserve(self, sequence: Sequence, *, keep_watermark: bool) -> Room:
         """Like `admit`, for a sequence whose KV arrives from elsewhere: room for one token more, hits up to the end.
 
         Room for the forks of its choices must be there too, but is not taken: it is needed only when all has arrived.
         """
+        return self._unless_pins_yield(sequence, lambda: self._reserve(sequence, keep_watermark=keep_watermark))
+
+    def _reserve(self, sequence: Sequence, *, keep_watermark: bool) -> Room:
         hits = self.match_prefix(sequence, sequence.num_tokens)
         num_tokens = min(sequence.num_tokens + 1, sequence.max_kv_tokens)
         num_blocks = self.num_blocks_for(num_tokens)
         spare = min(sequence.num_seats - 1, self.pool.num_blocks - num_blocks)
-        if not self._has_room(sequence, num_blocks - len(hits), hits, keep_watermark=keep_watermark, spare=spare):
-            return False
-        self._take(sequence, hits, num_tokens)
-        return True
+        room = self._room(sequence, num_blocks - len(hits), hits, keep_watermark=keep_watermark, spare=spare)
+        if room is Room.ENOUGH:
+            self._take(sequence, hits, num_tokens)
+        return room
 
-    def _has_room(
+    def _room(
         self, sequence: Sequence, num_new: int, revived: list[int], *, keep_watermark: bool, spare: int = 0
-    ) -> bool:
+    ) -> Room:
         spare += self.num_watermark_blocks if keep_watermark else 0
-        return self.pool.room(num_new, revived=revived, spare=spare, tenant=sequence.tenant) is Room.ENOUGH
+        return self.pool.room(num_new, revived=revived, spare=spare, tenant=sequence.tenant)
+
+    def _unless_pins_yield(self, sequence: Sequence, take: Callable[[], Room]) -> Room:
+        """Takes; where the tenant's pins take up its quota they are given up, and all is looked up and tried again."""
+        room = take()
+        if room is Room.OVER_QUOTA and self._give_up_pins_of(sequence.tenant):
+            room = take()
+        return room
+
+    def _give_up_pins_of(self, tenant: str) -> bool:
+        """Ends a tenant's pins; says whether it had any."""
+        num_blocks = self.pool.unpin_all(tenant) if self.pool.num_pinned else 0
+        if num_blocks:
+            logger.warning(
+                "%d pinned blocks of tenant %r are given up: its own work needs its quota", num_blocks, tenant
+            )
+        return num_blocks > 0
+
+    def _allocate_one(self, tenant: str) -> list[int] | None:
+        new = self.pool.allocate(1, tenant)
+        if new is None and self.pool.room(1, tenant=tenant) is Room.OVER_QUOTA and self._give_up_pins_of(tenant):
+            new = self.pool.allocate(1, tenant)
+        return new
 
     def _take(self, sequence: Sequence, shared: list[int], num_tokens: int) -> None:
         """Blocks for `num_tokens` tokens, the leading ones shared; room was checked before."""
@@ -194,14 +226,14 @@ class BlockManager:
         """
         index = (sequence.num_tokens - 1) // self.block_size
         if index == len(sequence.block_table):
-            new = self.pool.allocate(1, sequence.tenant)
+            new = self._allocate_one(sequence.tenant)
             if new is None:
                 return False
             sequence.block_table += new
             return True
         source = sequence.block_table[index]
         if self.pool.ref_count(source) > 1:
-            new = self.pool.allocate(1, sequence.tenant)
+            new = self._allocate_one(sequence.tenant)
             if new is None:
                 return False
             sequence.block_table[index] = new[0]
@@ -256,17 +288,21 @@ class BlockManager:
             sequence.block_table = []
         return True
 
-    def swap_in(self, unit: SequenceOf[Sequence], *, keep_watermark: bool) -> bool:
+    def swap_in(self, unit: SequenceOf[Sequence], *, keep_watermark: bool) -> Room:
         """Gives swapped sequences their blocks back, all or nothing; blocks still in the prefix cache are not copied.
 
         Each must have room for its next token too, which is not taken yet: else it would be swapped out at once.
         """
+        return self._unless_pins_yield(unit[0], lambda: self._swap_in(unit, keep_watermark=keep_watermark))
+
+    def _swap_in(self, unit: SequenceOf[Sequence], *, keep_watermark: bool) -> Room:
         sources = self._swap_sources(unit)
         num_new = sum(block_id is None for block_id in sources.values())
         hits = list(dict.fromkeys(block_id for block_id in sources.values() if block_id is not None))
         num_needed = num_new + self._num_blocks_to_write(unit)
-        if not self._has_room(unit[0], num_needed, hits, keep_watermark=keep_watermark):
-            return False
+        room = self._room(unit[0], num_needed, hits, keep_watermark=keep_watermark)
+        if room is not Room.ENOUGH:
+            return room
         for block_id in hits:
             self.pool.touch(block_id)
         new = self.pool.allocate(num_new, unit[0].tenant)
@@ -277,7 +313,7 @@ class BlockManager:
             if hit is None:
                 self._ops.append(SwapIn(slot, block_of[slot]))
         self._restore_tables(unit, block_of)
-        return True
+        return room
 
     def _num_blocks_to_write(self, unit: SequenceOf[Sequence]) -> int:
         """Blocks that the next token of every swapped sequence of `unit` takes: new ones, and copies of shared ones."""

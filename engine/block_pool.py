@@ -2,8 +2,8 @@
 
 Every block is in exactly one state: *used* (reference count above zero), *cached* (count zero, its contents may be hit)
 or *free* (count zero, its contents mean nothing). Blocks are taken from the free ones first, then from the cached ones,
-least recently freed first. A cached block is found by the hash of its content, and the token ids are compared on a hit:
-even a collision of the hash cannot give one prompt another's KV. Torch-free; block contents live in the runner.
+least recently freed first. A cached block is found by the hash of its tokens and of all before them; its token ids are
+compared on a hit as a last guard. Torch-free; block contents live in the runner.
 
 A block is charged to the tenant that allocated it, whoever shares it later. Pins are holders like sequences, inside the
 pool: a pinned block is used, so it is never evicted.

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from engine.beam import BeamSearch, BeamStep
 from engine.block_manager import BlockManager
-from engine.block_pool import BlockPool, BlockQuota
+from engine.block_pool import BlockPool, BlockQuota, Room
 from engine.forward_batch import Candidate, Sampled, SampledToken, SampleRequest, SequenceSlice
 from engine.gang import Gang
 from engine.memory_ops import MemoryOp, SwapIn, SwapOut, perform
@@ -175,15 +175,16 @@ class EngineCore:
         """Whether the next block that a sequence to be reserved lacks is being shipped or computed for another one."""
         return self.scheduler.waits_for_prefix(sequence, sequence.num_tokens)
 
-    def reserve(self, sequence: Sequence) -> bool:
-        """Sets blocks aside for a registered sequence whose KV arrives from elsewhere; all or nothing."""
+    def reserve(self, sequence: Sequence) -> Room:
+        """Sets blocks aside for a registered sequence whose KV arrives from elsewhere; all, or nothing and why."""
         keep_watermark = bool(self.scheduler.running)
-        if not self.block_manager.reserve(sequence, keep_watermark=keep_watermark):
-            return False
+        room = self.block_manager.reserve(sequence, keep_watermark=keep_watermark)
+        if room is not Room.ENOUGH:
+            return room
         sequence.status = SequenceStatus.RESERVED
         self.scheduler.reserved.add(sequence)
         sequence.num_cached_tokens = sequence.num_computed_tokens
-        return True
+        return room
 
     def adopt(self, sequence: Sequence, first: list[SampledToken]) -> list[Output]:
         """Lets a reserved sequence run: all its KV has arrived, and the sender sampled its first tokens.
@@ -274,7 +275,7 @@ class EngineCore:
                 outputs += self._process(chunk, result, start_ns, end_ns)
             for gang in gangs.values():
                 outputs += self._step_gang(gang, results) if gang is not None else []
-        elif self.is_blocked and self.give_up_pins(self.scheduler.waiting):
+        elif self.is_blocked and len(self.scheduler.waiting) and self.give_up_pins():
             self.is_blocked = False
         if self._checks_integrity and not self.has_work:
             self._report_integrity()
@@ -288,22 +289,12 @@ class EngineCore:
             self.num_integrity_faults += 1
             logger.error("the books of the pool are wrong: %s", fault)
 
-    def give_up_pins(self, waiting: Iterable[Sequence]) -> bool:
-        """Ends pins without which one of `waiting` could run: all, or its tenant's where its quota is short.
-
-        Returns:
-            Whether there were any. While running sequences or shipments will give blocks back, pins stay.
-        """
-        if not self.pool.num_pinned:
-            return False
-        for sequence in waiting:
-            tenant = sequence.tenant if self.block_manager.is_over_quota(sequence) else None
-            if tenant is None and self.pool.counts.used > self.pool.num_pinned:
-                continue
-            if self.pool.unpin_all(tenant):
-                logger.warning("pins are given up: waiting sequence %s needs more than they leave", sequence.seq_id)
-                return True
-        return False
+    def give_up_pins(self) -> bool:
+        """Ends all pins where nothing else holds blocks, for something that waits; says whether there were any."""
+        if not self.pool.num_pinned or self.pool.counts.used > self.pool.num_pinned:
+            return False  # running sequences and shipments will give theirs back
+        logger.warning("%d pinned blocks are given up: what waits needs more than they leave", self.pool.unpin_all())
+        return True
 
     def _move_blocks(self) -> None:
         """Copies and swaps that the schedule asks for."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from engine.block_manager import BlockManager
+from engine.block_pool import Room
 from engine.preemption import PreemptionPolicy
 from engine.sequence import Sequence, SequenceStatus
 from engine.waiting_queue import Admission, WaitingQueue
@@ -96,8 +97,17 @@ class Scheduler:
 
     @property
     def has_preempted(self) -> bool:
-        """Whether one waits that ran before: preempted, or a choice that found no place in the batch."""
-        return any(sequence.num_preemptions > 0 or sequence.was_started for sequence in self.waiting)
+        """Whether one waits for room that ran before: preempted, or a choice that found no place in the batch."""
+        return any(
+            (sequence.num_preemptions > 0 or sequence.was_started) and not sequence.waits_for_quota
+            for sequence in self.waiting
+        )
+
+    def is_due_before(self, sequence: Sequence) -> bool:
+        """Whether one that waits to be computed here for room alone goes before `sequence`."""
+        ready = (other for other in self.waiting if not other.waits_for_quota)
+        first = next(ready, None)
+        return first is not None and first.priority.key < sequence.priority.key
 
     @property
     def num_preemptions(self) -> int:
@@ -205,17 +215,15 @@ class Scheduler:
         num_seats = min(sum(member.num_seats for member in unit), self.max_running)
         if schedule.num_tokens >= self.max_batched_tokens or self.num_seats_taken + num_seats > self.max_running:
             return Admission.CLOSED
-        keep_watermark = bool(self.running)
         was_swapped = sequence.swapped is not None
-        if was_swapped:
-            if not self.block_manager.swap_in(unit, keep_watermark=keep_watermark):
-                return Admission.NO_ROOM
-        else:
-            if self.waits_for_prefix(sequence, sequence.num_tokens - 1):
-                return Admission.NO_ROOM if sequence.num_preemptions else Admission.DEFERRED
-            if not self.block_manager.admit(unit, keep_watermark=keep_watermark):
-                over_quota = self.block_manager.is_over_quota(sequence)
-                return Admission.DEFERRED if over_quota else Admission.NO_ROOM
+        if not was_swapped and self.waits_for_prefix(sequence, sequence.num_tokens - 1):
+            return Admission.NO_ROOM if sequence.num_preemptions else Admission.DEFERRED
+        take = self.block_manager.swap_in if was_swapped else self.block_manager.admit
+        room = take(unit, keep_watermark=bool(self.running))
+        sequence.waits_for_quota = room is Room.OVER_QUOTA
+        if room is not Room.ENOUGH:
+            return Admission.DEFERRED if room is Room.OVER_QUOTA else Admission.NO_ROOM
+        if not was_swapped:
             self._count_admission(unit)
         for member in unit:
             self.start(member)

@@ -94,6 +94,7 @@ class Sequence:
         self.num_preemptions = 0
         self.num_lost_tokens = 0  # computed tokens given up by the last preemption
         self.was_started = False
+        self.waits_for_quota = False  # it is its tenant's quota that keeps it waiting, not the pool
         self.swapped: SwappedTable | None = None  # where its blocks are while it is swapped out
         self.prefix_leader: Sequence | None = None  # computes the blocks they share; a resumed beam waits for it
         self._hash_root = hash_root

@@ -30,6 +30,8 @@ SEED_LIMIT = 1 << 64
 MAX_CHOICES = 64
 """Choices or candidates of a request: each is a sequence on decode, and its output is kept for the client."""
 MAX_BEAM_WIDTH = 16
+MAX_LENGTH_PENALTY = 10.0
+"""An exponent on the length: beyond this every score is zero or beyond float32."""
 """Beams step together, so all of them must find room at once."""
 
 PROMPT_FIELD = "prompt"
@@ -498,6 +500,9 @@ def _beam(beam: pb.BeamSearch, n: int, vocab_size: int) -> BeamParams:
     if n > beam.width:
         raise InvalidArgument("sampling.n", f"{n} is above beam_search.width, {beam.width}")
     length_penalty = _finite("beam_search.length_penalty", beam.length_penalty)
+    if abs(length_penalty) > MAX_LENGTH_PENALTY:
+        limits = f"-{MAX_LENGTH_PENALTY:g} and {MAX_LENGTH_PENALTY:g}"
+        raise InvalidArgument("beam_search.length_penalty", f"{length_penalty:g} is not between {limits}")
     return BeamParams(
         width=beam.width,
         length_penalty=length_penalty if beam.HasField("length_penalty") else 1.0,

@@ -199,8 +199,8 @@ class DecodeCall:
 
     def _stop(self, choice: int) -> None:
         assert self._spec is not None
-        seq_id = self._spec.id.seq_id
-        self._worker.engine.submit(lambda core: core.remove_choice(seq_id, choice))
+        seq_id, admission = self._spec.id.seq_id, self._worker.admission
+        self._worker.engine.submit(lambda _: admission.stop_choice(seq_id, choice))
         self._end_choice(choice)
 
     def _end_choice(self, choice: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from decode_svc.admission import DecodeAdmission
 from engine.block_manager import BlockManager
-from engine.block_pool import BlockPool, BlockQuota
+from engine.block_pool import BlockPool, BlockQuota, Room
 from engine.core import EngineCore, EngineLimits
 from engine.gang import Gang
 from engine.local import LocalResult, choice_name, generate
@@ -55,21 +55,21 @@ def compute(manager: BlockManager, sequence: Sequence) -> None:
 def test_admission_is_all_or_nothing_and_keeps_the_watermark() -> None:
     manager = manager_of(4)
     first, second = sequence_of("a", [1] * 8), sequence_of("b", [2] * 8)
-    assert manager.admit([first], keep_watermark=False)
-    assert not manager.admit([second], keep_watermark=True)
+    assert manager.admit([first], keep_watermark=False) is Room.ENOUGH
+    assert manager.admit([second], keep_watermark=True) is not Room.ENOUGH
     assert second.block_table == [] and manager.pool.counts.used == 2
-    assert manager.admit([second], keep_watermark=False)
+    assert manager.admit([second], keep_watermark=False) is Room.ENOUGH
     manager.check_integrity([first, second])
 
 
 def test_the_last_known_token_is_never_a_hit_but_a_reservation_takes_all() -> None:
     manager = manager_of(16)
     first = sequence_of("a", list(range(8)))
-    assert manager.admit([first], keep_watermark=False)
+    assert manager.admit([first], keep_watermark=False) is Room.ENOUGH
     compute(manager, first)
     again, shipped = sequence_of("b", list(range(8))), sequence_of("c", list(range(8)))
-    assert manager.admit([again], keep_watermark=False)
-    assert manager.reserve(shipped, keep_watermark=False)
+    assert manager.admit([again], keep_watermark=False) is Room.ENOUGH
+    assert manager.reserve(shipped, keep_watermark=False) is Room.ENOUGH
     assert again.block_table[:1] == first.block_table[:1] and again.num_computed_tokens == 4
     assert shipped.block_table[:2] == first.block_table and len(shipped.block_table) == 3
     assert shipped.num_computed_tokens == 8
@@ -79,7 +79,7 @@ def test_the_last_known_token_is_never_a_hit_but_a_reservation_takes_all() -> No
 def test_a_block_that_others_hold_is_copied_before_it_is_written() -> None:
     manager, runner = manager_of(8), WatchedRunner(8)
     first = sequence_of("a", list(range(6)))
-    assert manager.admit([first], keep_watermark=False)
+    assert manager.admit([first], keep_watermark=False) is Room.ENOUGH
     compute(manager, first)
     runner.block_view(first.block_table[1])[:] = b"a" * runner.layout.block_bytes
     forks = [manager.fork(first, f"a#{choice}", choice) for choice in (1, 2)]
@@ -105,7 +105,7 @@ def test_a_block_that_others_hold_is_copied_before_it_is_written() -> None:
 def test_a_copy_that_finds_no_room_changes_nothing() -> None:
     manager = manager_of(2)
     first = sequence_of("a", list(range(6)))
-    assert manager.admit([first], keep_watermark=False)
+    assert manager.admit([first], keep_watermark=False) is Room.ENOUGH
     compute(manager, first)
     fork = manager.fork(first, "a#1", 1)
     tables = list(first.block_table), list(fork.block_table)
@@ -118,7 +118,7 @@ def test_a_copy_that_finds_no_room_changes_nothing() -> None:
 def test_freed_blocks_are_evicted_deepest_first() -> None:
     manager = manager_of(4)
     first = sequence_of("a", list(range(16)))
-    assert manager.admit([first], keep_watermark=False)
+    assert manager.admit([first], keep_watermark=False) is Room.ENOUGH
     compute(manager, first)
     manager.free(first)
     assert manager.pool.allocate(2) is not None
@@ -128,12 +128,12 @@ def test_freed_blocks_are_evicted_deepest_first() -> None:
 def test_a_sequence_without_the_prefix_cache_neither_hits_nor_publishes() -> None:
     manager = manager_of(8)
     loner = sequence_of("a", list(range(9)), use_prefix_cache=False)
-    assert manager.admit([loner], keep_watermark=False)
+    assert manager.admit([loner], keep_watermark=False) is Room.ENOUGH
     compute(manager, loner)
     assert manager.pool.published_blocks() == []
     other, late = sequence_of("b", list(range(9))), sequence_of("c", list(range(9)), use_prefix_cache=False)
     assert manager.computing_next(other, 8) is None
-    assert manager.admit([other], keep_watermark=False)
+    assert manager.admit([other], keep_watermark=False) is Room.ENOUGH
     compute(manager, other)
     assert manager.match_prefix(late, 8) == [] and manager.computing_next(late, 8) is None
 
@@ -142,7 +142,7 @@ def test_a_prefix_under_way_is_known_until_it_is_computed_or_given_up() -> None:
     manager = manager_of(12)
     leader, follower = sequence_of("a", list(range(9))), sequence_of("b", list(range(9)))
     assert manager.computing_next(follower, 8) is None
-    assert manager.admit([leader], keep_watermark=False)
+    assert manager.admit([leader], keep_watermark=False) is Room.ENOUGH
     assert manager.computing_next(follower, 8) is leader
     assert manager.computing_next(sequence_of("c", [7] * 9), 8) is None
     leader.num_computed_tokens = 4
@@ -152,7 +152,7 @@ def test_a_prefix_under_way_is_known_until_it_is_computed_or_given_up() -> None:
     assert manager.computing_next(follower, 8) is None
     manager.free(leader)
     manager.pool.flush()
-    assert manager.admit([leader], keep_watermark=False)
+    assert manager.admit([leader], keep_watermark=False) is Room.ENOUGH
     manager.free(leader)
     assert manager.computing_next(follower, 8) is None, "whoever gave up computes nothing"
 
@@ -164,7 +164,7 @@ def test_swapped_blocks_come_back_with_their_contents() -> None:
     """Out, everything overwritten, in again: what is still published is not copied."""
     manager, runner = manager_of(8, num_slots=8), WatchedRunner(8)
     first = sequence_of("a", list(range(10)))
-    assert manager.admit([first], keep_watermark=False)
+    assert manager.admit([first], keep_watermark=False) is Room.ENOUGH
     compute(manager, first)
     before = []
     for index, block_id in enumerate(first.block_table):
@@ -181,7 +181,7 @@ def test_swapped_blocks_come_back_with_their_contents() -> None:
     for block_id in filler:
         runner.block_view(block_id)[:] = b"\xff" * runner.layout.block_bytes
     manager.pool.free(filler)
-    assert manager.swap_in([first], keep_watermark=False)
+    assert manager.swap_in([first], keep_watermark=False) is Room.ENOUGH
     ops = manager.take_ops()
     assert [type(op) for op in ops] == [SwapIn, SwapIn]
     perform(ops, runner, manager.swap_space)
@@ -193,7 +193,7 @@ def test_swapped_blocks_come_back_with_their_contents() -> None:
 def test_a_unit_is_swapped_whole_or_not_at_all() -> None:
     manager = manager_of(12, num_slots=3)
     unit = [sequence_of("a", list(range(10)))]
-    assert manager.admit(unit, keep_watermark=False)
+    assert manager.admit(unit, keep_watermark=False) is Room.ENOUGH
     compute(manager, unit[0])
     unit.append(manager.fork(unit[0], "a#1", 1))
     unit[1].token_ids.append(1)
@@ -209,7 +209,7 @@ def test_a_unit_is_swapped_whole_or_not_at_all() -> None:
 def test_a_unit_keeps_what_it_shares_through_a_swap() -> None:
     manager = manager_of(12, num_slots=4)
     unit = [sequence_of("a", list(range(10)))]
-    assert manager.admit(unit, keep_watermark=False)
+    assert manager.admit(unit, keep_watermark=False) is Room.ENOUGH
     compute(manager, unit[0])
     unit.append(manager.fork(unit[0], "a#1", 1))
     Gang(None, unit)  # type: ignore[arg-type]
@@ -217,7 +217,7 @@ def test_a_unit_keeps_what_it_shares_through_a_swap() -> None:
     assert manager.prepare_write(unit[1])
     assert manager.swap_out(unit) and manager.swap_space.num_used == 4
     manager.pool.flush()
-    assert manager.swap_in(unit, keep_watermark=False)
+    assert manager.swap_in(unit, keep_watermark=False) is Room.ENOUGH
     assert unit[0].block_table[:2] == unit[1].block_table[:2] and unit[0].block_table[2] != unit[1].block_table[2]
     assert manager.pool.counts.used == 4
     manager.check_integrity(unit)
@@ -226,7 +226,7 @@ def test_a_unit_keeps_what_it_shares_through_a_swap() -> None:
 def test_a_swapped_sequence_that_is_freed_gives_its_slots_back() -> None:
     manager = manager_of(4, num_slots=4)
     first = sequence_of("a", list(range(10)))
-    assert manager.admit([first], keep_watermark=False)
+    assert manager.admit([first], keep_watermark=False) is Room.ENOUGH
     assert manager.swap_out([first])
     manager.free(first)
     manager.free(first)
@@ -384,7 +384,7 @@ def test_a_copy_on_write_takes_the_entries_of_dropped_blocks_along() -> None:
 def test_integrity_notices_what_is_wrong() -> None:
     manager = manager_of(8, num_slots=4)
     first = sequence_of("a", list(range(10)))
-    assert manager.admit([first], keep_watermark=False)
+    assert manager.admit([first], keep_watermark=False) is Room.ENOUGH
     manager.check_integrity([first])
     with pytest.raises(AssertionError, match="holders 0"):
         manager.check_integrity([])
