@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from engine.beam import BeamSearch, BeamStep
+from engine.attempts import Attempts, token_outputs
+from engine.beam import BeamSearch
 from engine.block_manager import BlockManager
 from engine.block_pool import BlockPool, BlockQuota, Room
 from engine.forward_batch import Candidate, Sampled, SampledToken, SampleRequest, SequenceSlice
@@ -31,7 +32,6 @@ from engine.outputs import (
     SequenceFailed,
     SequencePreempted,
     SequenceStarted,
-    TokenSampled,
 )
 from engine.preemption import RECOMPUTE, PreemptionPolicy
 from engine.runner import Runner
@@ -97,8 +97,7 @@ class EngineCore:
             preemption=limits.preemption,
             counters=self.memory,
         )
-        self.sequences: dict[str, Sequence] = {}  # by seq_id
-        self._attempts: dict[str, list[Sequence]] = {}  # living sequences by owner_id
+        self._attempts = Attempts(self.scheduler, self.block_manager)
         self.num_steps = 0
         self.is_blocked = False  # the last step could do nothing: only a command can change that
         self.num_integrity_faults = 0
@@ -107,6 +106,11 @@ class EngineCore:
         self._num_prefill_tokens = 0
         self._num_cached_tokens = 0
         self._num_sampled_tokens = 0
+
+    @property
+    def sequences(self) -> Mapping[str, Sequence]:
+        """All living sequences by id."""
+        return self._attempts.by_id
 
     # -- commands, between two steps ------------------------------------------------------------------------------
 
@@ -128,11 +132,7 @@ class EngineCore:
         if sequence.seq_id in self.sequences:
             raise InvalidArgument("id", f"sequence {sequence.seq_id} is running already")
         self.check_fits(sequence)
-        self._enter(sequence)
-
-    def _enter(self, sequence: Sequence) -> None:
-        self.sequences[sequence.seq_id] = sequence
-        self._attempts.setdefault(sequence.owner_id, []).append(sequence)
+        self._attempts.enter(sequence)
 
     def check_fits(self, sequence: Sequence) -> None:
         """Raises as `add` does; on any thread, as long as the sequence belongs to it."""
@@ -203,7 +203,7 @@ class EngineCore:
         sequence.was_started = True
         if sequence.beam is not None:
             return self._start_gang(sequence, [Candidate(one.token_id, one.logprob or 0.0) for one in first])
-        self._fork_choices(sequence, first, self._clock_ns())
+        self._attempts.fork_choices(sequence, first, self._clock_ns())
         return []
 
     def release_reservation(self, sequence: Sequence, num_arrived_tokens: int) -> None:
@@ -216,35 +216,11 @@ class EngineCore:
 
     def remove(self, owner_id: str) -> list[Sequence]:
         """Ends all sequences of an attempt in whatever state they are; an unknown id does nothing."""
-        sequences = list(self._attempts.get(owner_id, ()))
-        for sequence in sequences:
-            self._leave(sequence)
-        return sequences
+        return self._attempts.remove(owner_id)
 
     def remove_choice(self, owner_id: str, choice: int) -> list[Sequence]:
-        """Ends one choice of an attempt, or keeps it from beginning; the others go on. An unknown one does nothing.
-
-        Returns the sequences that ended.
-        """
-        ended: list[Sequence] = []
-        for sequence in list(self._attempts.get(owner_id, ())):
-            if sequence.num_choices > 1:
-                sequence.stopped_choices.add(choice)
-            elif sequence.choice == choice:
-                self._leave(sequence)
-                ended.append(sequence)
-        return ended
-
-    def _leave(self, sequence: Sequence) -> None:
-        """Ends one sequence and frees its blocks."""
-        del self.sequences[sequence.seq_id]
-        living = self._attempts[sequence.owner_id]
-        living.remove(sequence)
-        if not living:
-            del self._attempts[sequence.owner_id]
-        self.scheduler.remove(sequence)
-        self.block_manager.free(sequence)
-        sequence.status = SequenceStatus.FINISHED
+        """Ends one choice of an attempt, or keeps it from beginning; returns the sequences that ended."""
+        return self._attempts.remove_choice(owner_id, choice)
 
     def drop_cached_from(self, sequence: Sequence, block_index: int) -> None:
         """Makes a sequence's blocks from `block_index` on unfindable: their contents proved wrong."""
@@ -397,8 +373,8 @@ class EngineCore:
         self._num_sampled_tokens += len(tokens)
         if sequence.hold_after_prefill:
             self._hold(sequence)
-            return list(_token_outputs(sequence, tokens, at_ns))
-        return self._fork_choices(sequence, tokens, at_ns)
+            return list(token_outputs(sequence, tokens, at_ns))
+        return list(self._attempts.fork_choices(sequence, tokens, at_ns))
 
     def _found(self, sequence: Sequence, candidates: tuple[Candidate, ...], at_ns: int) -> list[Output]:
         """Takes the candidates of a beam search's prompt."""
@@ -420,41 +396,10 @@ class EngineCore:
             self.remove(sequence.owner_id)
         return [SequenceFailed(sequence.owner_id, Internal(message))]
 
-    # -- choices --------------------------------------------------------------------------------------------------
-
-    def _fork_choices(self, sequence: Sequence, tokens: list[SampledToken], at_ns: int) -> list[Output]:
-        """Every choice goes on with its own token, sharing all blocks; those that their token ended do not."""
-        outputs = _token_outputs(sequence, tokens, at_ns)
-        outputs = [output for output in outputs if output.choice not in sequence.stopped_choices]
-        living = [(output.choice, output.token_id) for output in outputs if output.finish is None]
-        sequence.num_choices = 1
-        for choice, _ in living[1:]:
-            self._enter(self.block_manager.fork(sequence, f"{sequence.owner_id}#{choice}", choice))
-        if not living:
-            self._leave(sequence)
-            return list(outputs)
-        sequence.choice = living[0][0]
-        forks = self._attempts[sequence.owner_id]
-        for choice, token_id in living:
-            fork = next(one for one in forks if one.choice == choice)
-            fork.token_ids.append(token_id)
-            if fork is not sequence:
-                self._start_fork(fork)
-        return list(outputs)
-
-    def _start_fork(self, fork: Sequence) -> None:
-        """Into the batch, or into the queue where the batch has no place: there it is recomputed, mostly from hits."""
-        if len(self.scheduler.running) < self.scheduler.max_running:
-            self.scheduler.start(fork)
-        else:
-            self.block_manager.free(fork)
-            self.scheduler.add(fork)
-
     # -- beams ----------------------------------------------------------------------------------------------------
 
     def _start_gang(self, sequence: Sequence, candidates: list[Candidate]) -> list[Output]:
-        gang = Gang(self._search_of(sequence), [sequence])
-        return self._advance(gang, [candidates])
+        return self._advance(Gang(self._search_of(sequence), [sequence]), [candidates])
 
     def _step_gang(self, gang: Gang, results: list[tuple[ScheduledChunk, Sampled | None]]) -> list[Output]:
         """Advances a gang if its beams all have their candidates."""
@@ -465,30 +410,12 @@ class EngineCore:
         return self._advance(gang, [found[id(member)].candidates for member in gang.members])
 
     def _advance(self, gang: Gang, candidates: SequenceOf[SequenceOf[Candidate]]) -> list[Output]:
-        owner_id = gang.members[0].owner_id
         self._num_sampled_tokens += len(candidates)
-        steps = gang.search.advance(candidates)
-        if gang.search.is_finished:
-            self.remove(owner_id)
-            return [BeamsFinished(owner_id, gang.search.results(), self._clock_ns())]
-        parents = gang.members
-        gang.members = [self._extend(gang, parents, steps, index) for index in range(len(steps))]
-        for step, member in zip(steps, gang.members, strict=True):
-            member.token_ids.append(step.token_id)
-        for parent in parents:
-            if parent not in gang.members:
-                self._leave(parent)
-        return []
-
-    def _extend(self, gang: Gang, parents: list[Sequence], steps: SequenceOf[BeamStep], index: int) -> Sequence:
-        """The sequence of the new beam `index`: the last child of a parent takes its place, the others fork from it."""
-        parent = parents[steps[index].parent]
-        if all(step.parent != steps[index].parent for step in steps[index + 1 :]):
-            return parent
-        fork = self.block_manager.fork(parent, gang.next_id(), 0)
-        self._enter(fork)
-        self.scheduler.start(fork)
-        return fork
+        gang.advance(candidates, self._attempts)
+        if not gang.search.is_finished:
+            return []
+        self.remove(gang.owner_id)
+        return [BeamsFinished(gang.owner_id, gang.search.results(), self._clock_ns())]
 
     # -- looking ----------------------------------------------------------------------------------------------------
 
@@ -514,23 +441,6 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block is accounted for."""
         self.block_manager.check_integrity(self.sequences.values())
-
-
-def _token_outputs(sequence: Sequence, tokens: list[SampledToken], at_ns: int) -> list[TokenSampled]:
-    """What is told of the next token of each choice of `sequence`, before it is appended."""
-    index, sampling = sequence.num_output_tokens, sequence.sampling
-    return [
-        TokenSampled(
-            sequence.owner_id,
-            index,
-            token.token_id,
-            sampling.finish_after(token.token_id, index + 1),
-            at_ns,
-            choice,
-            token.logprob,
-        )
-        for choice, token in enumerate(tokens, start=sequence.choice)
-    ]
 
 
 def _preempted(one: Preempted, at_ns: int) -> SequencePreempted:
