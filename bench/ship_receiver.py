@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from bench.ship import EPOCH, LAYOUT
+from kvferry.block_digest import block_digest
 from kvferry.rpc import RpcServer, run
-from kvtransfer.digest import block_digest
 from kvtransfer.grpc_transport import ShipServicer
 from kvtransfer.messages import Offer
 from kvtransfer.transport import CommitOutcome, Grant

@@ -15,11 +15,11 @@ from engine.forward_batch import SampledToken
 from engine.loop import EngineLoop
 from engine.outputs import Output
 from engine.runner import Runner
+from kvferry.block_digest import block_digest
 from kvferry.errors import FailedPrecondition, Unavailable
 from kvferry.spec import AttemptId
 from kvferry.stats import ShipCounters
 from kvferry.telemetry import Attributes, SpanNames, Telemetry
-from kvtransfer.digest import block_digest
 from kvtransfer.messages import Offer
 from kvtransfer.transport import CommitOutcome, Grant
 

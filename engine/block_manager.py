@@ -31,6 +31,7 @@ class BlockManager:
         num_watermark_blocks: blocks that stay available when a sequence joins running ones, so that those can grow.
         prefix_caching: whether full blocks are published and looked up.
         window: tokens that any layer attends to; None where a layer attends to all.
+        is_sound: whether a cached block still holds what it held when it filled; asked before a hit is used.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class BlockManager:
         num_watermark_blocks: int = 1,
         prefix_caching: bool = True,
         window: int | None = None,
+        is_sound: Callable[[int], bool] = lambda block_id: True,
     ) -> None:
         self.pool = pool
         self.block_size = block_size
@@ -49,6 +51,8 @@ class BlockManager:
         self.num_watermark_blocks = num_watermark_blocks
         self.prefix_caching = prefix_caching
         self.window = window
+        self.num_unsound_hits = 0
+        self._is_sound = is_sound
         self._computing: dict[bytes, Sequence] = {}  # hashes of blocks that are allocated and not yet computed
         self._ops: list[MemoryOp] = []
 
@@ -150,11 +154,22 @@ class BlockManager:
         room = self._room(first, num_new, hits, keep_watermark=keep_watermark)
         if room is not Room.ENOUGH:
             return room
+        if self._drop_unsound(hits):
+            return self._admit(unit, keep_watermark=keep_watermark)
         self._take(first, hits, first.num_tokens)
         for other, shared in zip(unit[1:], num_shared, strict=True):
             self._take(other, first.block_table[:shared], other.num_tokens)
             other.prefix_leader = first
         return room
+
+    def _drop_unsound(self, hits: list[int]) -> bool:
+        """Makes hits unfindable whose contents have changed since they filled; says whether there were any."""
+        unsound = [block_id for block_id in hits if not self._is_sound(block_id)]
+        for block_id in unsound:
+            logger.error("cached block %d has changed in memory; it is computed again", block_id)
+            self.pool.unpublish(block_id)
+        self.num_unsound_hits += len(unsound)
+        return bool(unsound)
 
     def _num_common_blocks(self, first: Sequence, other: Sequence) -> int:
         num_blocks = (min(first.num_tokens, other.num_tokens) - 1) // self.block_size
@@ -265,6 +280,7 @@ class BlockManager:
         sequence.block_table = []
         sequence.num_computed_tokens = 0
         sequence.num_published_blocks = 0
+        sequence.num_digested_blocks = 0
         sequence.num_dropped_blocks = 0
         sequence.prefix_leader = None
 

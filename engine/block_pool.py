@@ -85,6 +85,7 @@ class _Block:
     block_hash: bytes | None = None
     token_ids: tuple[int, ...] = ()
     tenant: str = ""
+    digest: bytes | None = None
 
 
 @dataclass(slots=True)
@@ -150,6 +151,14 @@ class BlockPool:
         """Blocks that can be found, used and cached ones."""
         return list(self._by_hash.values())
 
+    def digest(self, block_id: int) -> bytes | None:
+        """Digest of the block's contents, made when it filled; None where none was made."""
+        return self._blocks[block_id].digest
+
+    def set_digest(self, block_id: int, digest: bytes) -> None:
+        """Keeps the digest of a full block until the block is taken anew."""
+        self._blocks[block_id].digest = digest
+
     def max_used_blocks(self, tenant: str) -> int:
         """Most blocks `tenant` can ever hold: its quota, or the pool."""
         account = self._accounts.get(tenant)
@@ -206,6 +215,7 @@ class BlockPool:
             block = self._blocks[block_id]
             block.ref_count = 1
             block.tenant = tenant
+            block.digest = None
             taken.append(block_id)
         return taken
 

@@ -38,6 +38,7 @@ from engine.runner import Runner
 from engine.scheduler import Preempted, ScheduledChunk, Scheduler
 from engine.sequence import Sequence, SequenceStatus
 from engine.swap_space import SwapSpace
+from kvferry.block_digest import block_digest
 from kvferry.block_hash import hash_root
 from kvferry.errors import Internal, InvalidArgument, ResourceExhausted
 from kvferry.stats import EngineStats, HitCounter, MemoryCounters
@@ -58,6 +59,7 @@ class EngineLimits:
         num_swap_blocks: size of the host pool for swapped sequences; 0: none.
         preemption: recompute or swap.
         quotas: blocks by tenant.
+        digests: every full block gets a digest when it fills, for a worker that ships; hits are compared with theirs.
         check_integrity: check the books whenever nothing is left to run; a fault is logged and counted, no more.
     """
 
@@ -69,6 +71,7 @@ class EngineLimits:
     num_swap_blocks: int = 0
     preemption: PreemptionPolicy = RECOMPUTE
     quotas: Mapping[str, BlockQuota] = field(default_factory=dict)
+    digests: bool = False
     check_integrity: bool = False
 
 
@@ -88,6 +91,7 @@ class EngineCore:
             num_watermark_blocks=limits.num_watermark_blocks,
             prefix_caching=limits.prefix_caching,
             window=runner.window,
+            is_sound=self._is_sound,
         )
         self.scheduler = Scheduler(
             self.block_manager,
@@ -102,6 +106,7 @@ class EngineCore:
         self.is_blocked = False  # the last step could do nothing: only a command can change that
         self.num_integrity_faults = 0
         self._checks_integrity = limits.check_integrity
+        self._makes_digests = limits.digests
         self._clock_ns = clock_ns
         self._num_prefill_tokens = 0
         self._num_cached_tokens = 0
@@ -354,6 +359,8 @@ class EngineCore:
         outputs: list[Output] = []
         is_prefill = sequence.num_computed_tokens < sequence.num_given_tokens
         sequence.num_computed_tokens += chunk.num_tokens
+        if self._makes_digests:
+            self._digest(sequence)
         self.block_manager.publish(sequence)
         if is_prefill:
             self._num_prefill_tokens += chunk.num_tokens
@@ -367,6 +374,19 @@ class EngineCore:
         assert result.token_id is not None
         tokens = [SampledToken(result.token_id, result.logprob), *result.others]
         return outputs + self._sampled(sequence, tokens, end_ns)
+
+    def _is_sound(self, block_id: int) -> bool:
+        """Whether a cached block is as it was when it filled; without a digest nobody can know."""
+        digest = self.pool.digest(block_id)
+        return digest is None or digest == block_digest(self.runner.block_view(block_id))
+
+    def _digest(self, sequence: Sequence) -> None:
+        """Makes the digests of blocks that have filled; what befalls a block later will not go unnoticed."""
+        num_full = sequence.num_computed_tokens // self.layout.block_size
+        for block_id in sequence.block_table[sequence.num_digested_blocks : num_full]:
+            if self.pool.digest(block_id) is None:
+                self.pool.set_digest(block_id, block_digest(self.runner.block_view(block_id)))
+        sequence.num_digested_blocks = num_full
 
     def _sampled(self, sequence: Sequence, tokens: list[SampledToken], at_ns: int) -> list[Output]:
         """Takes a token a choice: a prefill worker holds the blocks, others fork and go on."""

@@ -32,8 +32,8 @@ MEASURED_TOKENS, MEASURED_BLOCKS = 64, 8
 """How much is computed and copied at start to choose between recompute and swap."""
 
 
-def open_core(config: Config) -> EngineCore:
-    """Loads the model of `config` and runs a warm-up step.
+def open_core(config: Config, *, digests: bool = False) -> EngineCore:
+    """Loads the model of `config` and runs a warm-up step; with `digests` for a worker that ships its blocks.
 
     Raises:
         FailedPrecondition: the folder does not hold a model that can be served.
@@ -62,6 +62,7 @@ def open_core(config: Config) -> EngineCore:
         num_swap_blocks=num_swap_blocks if engine.preemption != "recompute" else 0,
         preemption=measure_preemption(runner, engine.preemption),
         quotas=block_quotas(config.tenants, runner.num_blocks),
+        digests=digests,
         check_integrity=engine.check_integrity,
     )
     core = EngineCore(runner, limits)

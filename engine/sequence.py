@@ -90,6 +90,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens: int | None = None  # prefix-cache hits at first admission; None before it
         self.num_published_blocks = 0  # leading full blocks whose hash is in the pool
+        self.num_digested_blocks = 0  # leading full blocks that have a digest
         self.num_dropped_blocks = 0  # leading blocks that left the attention window and were given back
         self.num_preemptions = 0
         self.num_lost_tokens = 0  # computed tokens given up by the last preemption

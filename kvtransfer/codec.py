@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from kvferry.block_digest import DIGEST_BYTES
 from kvferry.block_hash import HASH_BYTES
 from kvferry.errors import InvalidArgument
 from kvferry.spec import AttemptId
 from kvferry.wire import attempt_from_pb, attempt_to_pb, layout_from_pb, layout_to_pb
-from kvtransfer.digest import DIGEST_BYTES
 from kvtransfer.messages import (
     Alive,
     BlockFrame,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvferry.block_digest import block_digest
 from kvferry.spec import AttemptId
-from kvtransfer.digest import block_digest
 from kvtransfer.messages import BlockFrame
 
 MAX_FRAME_BYTES = 1 << 20

@@ -13,10 +13,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from kvferry.block_digest import DIGEST_BYTES
 from kvferry.errors import DataLoss, FailedPrecondition, Internal, InvalidArgument, KvferryError, Unavailable
 from kvferry.kv_layout import KvLayout
 from kvferry.spec import AttemptId
-from kvtransfer.digest import DIGEST_BYTES
 from kvtransfer.frames import MAX_FRAME_BYTES
 from kvtransfer.messages import BlockFrame, Commit, Offer, SenderMessage
 

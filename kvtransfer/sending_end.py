@@ -146,7 +146,7 @@ class _SendingEnd:
             block_index=block_index,
             num_tokens=num_tokens,
             max_frame_bytes=options.max_frame_bytes,
-            digest=options.stored_digest(block_index) if options.stored_digest else None,
+            digest=self._source.digest(block_index),
         )
 
     def _begin(self) -> None:

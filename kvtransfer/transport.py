@@ -55,6 +55,10 @@ class BlockSource(Protocol):
         """
         ...
 
+    def digest(self, block_index: int) -> bytes | None:
+        """The digest made when the block filled; None where there is none, and it is made from what is sent."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class TokensComputed:
@@ -103,13 +107,11 @@ class SendOptions:
     Attributes:
         max_frame_bytes: largest payload of a frame.
         is_alive: whether the engine makes progress; while it does not, no heartbeat is sent and the receiver gives up.
-        stored_digest: digest kept since the block with this index filled; None makes it from what is sent.
         faults: faults to commit on purpose.
     """
 
     max_frame_bytes: int = MAX_FRAME_BYTES
     is_alive: Callable[[], bool] = always_alive
-    stored_digest: Callable[[int], bytes | None] | None = None
     faults: Faults = NO_FAULTS
 
 

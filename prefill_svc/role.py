@@ -23,7 +23,7 @@ class PrefillRole:
 
     def __init__(self, context: WorkerContext, faults: Faults = NO_FAULTS) -> None:
         self._config = context.config
-        self.core = open_core(context.config)
+        self.core = open_core(context.config, digests=True)
         mailboxes = Mailboxes()
         self.engine = open_loop(self.core, mailboxes.deliver)
         self.memory = EngineMemoryAdmin(self.engine)

@@ -58,6 +58,7 @@ class PoolSource:
 
     def __init__(self, engine: EngineLoop, sequence: Sequence) -> None:
         self._runner = engine.core.runner
+        self._pool = engine.core.pool
         self._block_ids = sequence.block_table  # complete from the first chunk on, kept until the call ends
 
     def read(self, block_index: int, num_tokens: int) -> bytes | memoryview:
@@ -65,6 +66,9 @@ class PoolSource:
         if num_tokens < self._runner.layout.block_size:
             return self._runner.copy_partial(block_id, num_tokens)
         return self._runner.block_view(block_id)
+
+    def digest(self, block_index: int) -> bytes | None:
+        return self._pool.digest(self._block_ids[block_index])
 
 
 class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):

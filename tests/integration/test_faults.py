@@ -13,7 +13,9 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from engine.sequence import SequenceStatus
 from engine.specs import sequence_from_spec
+from kvferry.client import GenerateOptions
 from kvferry.errors import DataLoss, FailedPrecondition, KvferryError, NotFound, Unavailable
 from kvferry.rpc import RpcChannel
 from kvferry.spec import AttemptId
@@ -22,9 +24,10 @@ from kvtransfer.faults import Fault, FaultKind
 from kvtransfer.frames import cut_block
 from kvtransfer.messages import Alive, BlockFrame, Commit, CommitAck, Offer, ReceiverMessage, SenderMessage, Want
 from proto.kvferry.v1 import ship_pb2_grpc
+from tests.support.deployment import chat_folder, deployment_config, running_deployment
 from tests.support.pair import FULL_BLOCKS, Pair, scripted_pair
 from tests.support.pair_request import Ending, PairRequest, failure_of
-from tests.support.workers import core_of, until
+from tests.support.workers import core_of, set_faults, until
 
 FOR_EVER_S = 60.0
 EVERY_BLOCK = range(FULL_BLOCKS + 1)
@@ -293,3 +296,44 @@ async def test_a_shipment_that_does_not_begin_with_an_offer_is_refused(pair: Pai
         for message in (Alive(), frame(request, 0), Commit(request.spec.id, (1,))):
             with pytest.raises(FailedPrecondition, match="before the Offer"):
                 await answer_to(pair, message)
+
+
+# -- the sender's own memory ------------------------------------------------------------------------------------------
+
+
+async def test_a_cached_block_of_prefill_that_changes_is_computed_again(tmp_path: Path) -> None:
+    """Prefill would compute its tail, and the first token, from it."""
+    config = deployment_config(chat_folder(tmp_path / "model"))
+    options = GenerateOptions(prompt=list(range(20, 43)), max_tokens=8, temperature=0.0, ignore_eos=True)
+    async with running_deployment(config) as deployment:
+        prefill, decode = core_of(deployment.prefill[0]), core_of(deployment.decode[0])
+        right = (await deployment.client.complete(options)).choices[0].token_ids
+        for number in range(5):
+            decode.pool.flush()
+            blocks = sorted(prefill.pool.published_blocks())
+            prefill.runner.block_view(blocks[number])[3] ^= 1
+            answer = await deployment.client.complete(options)
+            assert answer.choices[0].token_ids == right
+            assert answer.timings.num_attempts == 1
+        assert prefill.block_manager.num_unsound_hits == 5
+        await deployment.assert_idle()
+
+
+async def test_a_block_that_changes_before_it_is_sent_never_runs(tmp_path: Path) -> None:
+    """Its digest was made when it filled, so decode finds out; the router tries again, and all is computed anew."""
+    config = deployment_config(chat_folder(tmp_path / "model"))
+    options = GenerateOptions(prompt=list(range(20, 60)), max_tokens=8, temperature=0.0, ignore_eos=True)
+    async with running_deployment(config) as deployment:
+        right = (await deployment.client.complete(options)).choices[0].token_ids
+        prefill, decode = core_of(deployment.prefill[0]), core_of(deployment.decode[0])
+        prefill.pool.flush()
+        decode.pool.flush()
+        set_faults(deployment.prefill[0], Fault(FaultKind.DELAY, 0, nth=1, delay_s=0.2))
+        call = asyncio.ensure_future(deployment.client.complete(options))
+        await until(lambda: any(one.status is SequenceStatus.HELD for one in prefill.sequences.values()))
+        (sequence,) = prefill.sequences.values()
+        prefill.runner.block_view(sequence.block_table[1])[:] = bytes(prefill.layout.block_bytes)
+        answer = await call
+        assert answer.choices[0].token_ids == right
+        assert answer.timings.num_attempts == 2
+        await deployment.assert_idle()

@@ -14,9 +14,9 @@ from engine.core import EngineCore
 from engine.forward_batch import SampledToken
 from engine.outputs import GrantMade, Output, SequenceCommitted, SequenceFailed, TokenSampled
 from engine.specs import sequence_from_spec
+from kvferry.block_digest import block_digest
 from kvferry.errors import FailedPrecondition, KvferryError, NotFound, Unavailable
 from kvferry.spec import SequenceSpec
-from kvtransfer.digest import block_digest
 from kvtransfer.messages import Offer
 from kvtransfer.transport import CommitOutcome, Grant
 from router.events import Committed, Registered, Tokens

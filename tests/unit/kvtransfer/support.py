@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvferry.block_digest import block_digest
 from kvferry.errors import KvferryError
 from kvferry.kv_layout import KvLayout
 from kvferry.spec import AttemptId
-from kvtransfer.digest import block_digest
 from kvtransfer.frames import cut_block
 from kvtransfer.messages import BlockFrame, Offer
 from kvtransfer.transport import CommitOutcome, Grant
@@ -49,10 +50,14 @@ def frames_of(block_index: int, num_tokens: int = 4, *, max_frame_bytes: int = 1
 
 
 class MemorySource:
-    """Blocks of `contents_of`; remembers what was read."""
+    """Blocks of `contents_of`; remembers what was read. `digests` are those made when the blocks filled."""
 
-    def __init__(self) -> None:
+    def __init__(self, digests: Mapping[int, bytes] | None = None) -> None:
         self.reads: list[tuple[int, int]] = []
+        self._digests = digests or {}
+
+    def digest(self, block_index: int) -> bytes | None:
+        return self._digests.get(block_index)
 
     def read(self, block_index: int, num_tokens: int) -> memoryview:
         self.reads.append((block_index, num_tokens))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtransfer.digest import DIGEST_BYTES, block_digest
+from kvferry.block_digest import DIGEST_BYTES, block_digest
 from kvtransfer.faults import NO_FAULTS, Fault, FaultKind, Faults
 from tests.unit.kvtransfer.support import contents_of, frames_of
 

@@ -31,6 +31,7 @@ from kvtransfer.grpc_transport import GrpcShipment, ShipServicer
 from kvtransfer.messages import Commit, Offer, SenderMessage
 from kvtransfer.sender import ShipSender, ShipSummary
 from kvtransfer.transport import (
+    BlockSource,
     CancelShipment,
     CommitOutcome,
     FirstToken,
@@ -101,10 +102,11 @@ async def ship(
     events: asyncio.Queue[ShipEvent] | None = None,
     faults: Iterable[Fault] = (),
     options: SendOptions | None = None,
+    source: BlockSource | None = None,
 ) -> ShipSummary:
     options = options or SendOptions(max_frame_bytes=50)
     shipment = GrpcShipment(channel, dataclasses.replace(options, faults=Faults(tuple(faults))))
-    return await shipment.ship(ShipSender(offer or make_offer()), MemorySource(), events or computed())
+    return await shipment.ship(ShipSender(offer or make_offer()), source or MemorySource(), events or computed())
 
 
 async def within(awaitable: Awaitable[Any], timeout_s: float = 5.0) -> Any:
@@ -169,6 +171,9 @@ class OneContents:
     def read(self, block_index: int, num_tokens: int) -> bytes:
         return self._contents
 
+    def digest(self, block_index: int) -> None:
+        return None
+
 
 async def test_block_damaged_once_is_repaired() -> None:
     host = MemoryHost()
@@ -194,7 +199,7 @@ async def test_stored_digest_finds_a_block_that_changed_since() -> None:
     host = MemoryHost()
     async with serving(lambda offer: host) as channel:
         with pytest.raises(DataLoss):
-            await ship(channel, options=SendOptions(stored_digest=lambda index: bytes(16) if index == 0 else None))
+            await ship(channel, source=MemorySource({0: bytes(16)}))
 
 
 async def test_dropped_block_never_runs() -> None:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.block_digest import block_digest
 from kvferry.errors import DataLoss, KvferryError
-from kvtransfer.digest import block_digest
 from kvtransfer.frames import cut_block
 from kvtransfer.messages import Alive, BlockFrame, Commit, CommitAck, Nack, ReceiverMessage, SenderMessage, Want
 from kvtransfer.receiver import (

@@ -1,4 +1,5 @@
-"""Content digest of a block: xxh3-128, made by the sender, compared by the receiver with what it wrote."""
+"""Content digest of a block: xxh3-128, made when the block fills, sent with it, compared by the receiver with what it
+wrote."""
 
 from __future__ import annotations
 
