@@ -22,7 +22,7 @@ run: setup
 	$(BIN)/kvferry up --demo $(if $(ONCE),--once) $(ARGS)
 
 test: setup model
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .
@@ -32,10 +32,10 @@ check: setup
 	$(BIN)/buf lint
 
 sweep: setup model
-	$(BIN)/python -m pytest -m sweep --timeout 7200 $(ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m sweep --timeout 7200 $(ARGS)
 
 soak: setup model
-	$(BIN)/python -m pytest -m soak --timeout 7200 $(ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m soak --timeout 7200 $(ARGS)
 
 bench: setup model
 	$(BIN)/python -m bench $(ARGS)

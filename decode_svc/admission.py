@@ -96,11 +96,11 @@ class DecodeAdmission:
         return [*commits, *self._make_grants()]
 
     def _make_grants(self) -> list[Output]:
-        if not len(self._waiting) or self._core.scheduler.has_preempted:
+        if not len(self._waiting) or self._core.scheduler.has_interrupted:
             return []
 
         granted = self._waiting.admit(self._try_grant())
-        if not granted and len(self._waiting) and self._core.give_up_pins():
+        if not granted and len(self._waiting) and self._core.yield_pins():
             granted = self._waiting.admit(self._try_grant())
         return [GrantMade(sequence.seq_id, self._wanted(sequence)) for sequence in granted]
 
@@ -114,7 +114,7 @@ class DecodeAdmission:
                 return Admission.CLOSED
             if self._core.scheduler.is_due_before(sequence):
                 return Admission.CLOSED
-            if self._core.is_prefix_on_its_way(sequence):
+            if self._core.defers_to_prefix(sequence):
                 return Admission.DEFERRED
             room = self._core.reserve(sequence)
             if room is not Room.ENOUGH:

@@ -1,9 +1,9 @@
 """Owner of the block tables: matches prefixes, allocates, shares, copies on write, publishes, swaps and frees.
 
-A sequence's path: `admit` (hits pinned, room for all known tokens) or `reserve` (the same for KV that arrives from
+A sequence's path: `admit` (hits held, room for all known tokens) or `reserve` (the same for KV that arrives from
 elsewhere), `prepare_write` for each further token, `fork` where several choices go on from one prompt, `publish` when
 blocks are full and computed, `free` at the end. What must happen to the contents of blocks before the next step is
-planned in `take_ops`, in order.
+planned here, in order, and handed over by `take_ops`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from engine.block_pool import BlockPool, Room
 from engine.memory_ops import CopyBlock, MemoryOp, SwapIn, SwapOut
 from engine.sequence import Sequence
 from engine.swap_space import SwappedTable, SwapSpace
+from kvferry.kv_layout import num_beam_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +62,11 @@ class BlockManager:
 
     def max_blocks_for(self, sequence: Sequence) -> int:
         """Most blocks a request of this sequence needs to go on alone: all beams together, or one choice."""
-        num_blocks = self.num_blocks_for(sequence.max_kv_tokens)
         if sequence.beam is None or sequence.hold_after_prefill:
-            return num_blocks
-        num_shared = sequence.num_prompt_tokens // self.block_size
-        return num_shared + sequence.beam.width * (num_blocks - num_shared)
+            return self.num_blocks_for(sequence.max_kv_tokens)
+        return num_beam_blocks(
+            sequence.num_prompt_tokens, sequence.max_kv_tokens, sequence.beam.width, block_size=self.block_size
+        )
 
     # -- the prefix cache -----------------------------------------------------------------------------------------
 
@@ -200,26 +201,12 @@ class BlockManager:
         return self.pool.room(num_new, revived=revived, spare=spare, tenant=sequence.tenant)
 
     def _unless_pins_yield(self, sequence: Sequence, take: Callable[[], Room]) -> Room:
-        """Takes; where the tenant's pins take up its quota they are given up, and all is looked up and tried again."""
+        """Takes; where only the tenant's own pins take up its quota they end, and all is looked up and tried again."""
         room = take()
-        if room is Room.OVER_QUOTA and self._give_up_pins_of(sequence.tenant):
+        if room is Room.OVER_QUOTA and (num_blocks := self.pool.yield_pins(sequence.tenant)):
+            logger.warning("%d pinned blocks of tenant %r yield to its own work", num_blocks, sequence.tenant)
             room = take()
         return room
-
-    def _give_up_pins_of(self, tenant: str) -> bool:
-        """Ends a tenant's pins; says whether it had any."""
-        num_blocks = self.pool.unpin_all(tenant) if self.pool.num_pinned else 0
-        if num_blocks:
-            logger.warning(
-                "%d pinned blocks of tenant %r are given up: its own work needs its quota", num_blocks, tenant
-            )
-        return num_blocks > 0
-
-    def _allocate_one(self, tenant: str) -> list[int] | None:
-        new = self.pool.allocate(1, tenant)
-        if new is None and self.pool.room(1, tenant=tenant) is Room.OVER_QUOTA and self._give_up_pins_of(tenant):
-            new = self.pool.allocate(1, tenant)
-        return new
 
     def _take(self, sequence: Sequence, shared: list[int], num_tokens: int) -> None:
         """Blocks for `num_tokens` tokens, the leading ones shared; room was checked before."""
@@ -241,14 +228,14 @@ class BlockManager:
         """
         index = (sequence.num_tokens - 1) // self.block_size
         if index == len(sequence.block_table):
-            new = self._allocate_one(sequence.tenant)
+            new = self.pool.allocate(1, sequence.tenant)
             if new is None:
                 return False
             sequence.block_table += new
             return True
         source = sequence.block_table[index]
         if self.pool.ref_count(source) > 1:
-            new = self._allocate_one(sequence.tenant)
+            new = self.pool.allocate(1, sequence.tenant)
             if new is None:
                 return False
             sequence.block_table[index] = new[0]
@@ -272,17 +259,20 @@ class BlockManager:
 
     def free(self, sequence: Sequence) -> None:
         """Gives all blocks and slots of `sequence` back, the deepest first; without any it does nothing."""
-        if sequence.block_table:
-            self._retract(sequence, sequence.num_published_blocks, sequence.num_tokens // self.block_size)
-            self.pool.free(reversed(sequence.held_blocks))
+        self._give_blocks_back(sequence)
         if sequence.swapped is not None:
             self._give_slots_back(sequence.unit)
-        sequence.block_table = []
         sequence.num_computed_tokens = 0
         sequence.num_published_blocks = 0
         sequence.num_digested_blocks = 0
         sequence.num_dropped_blocks = 0
         sequence.prefix_leader = None
+
+    def _give_blocks_back(self, sequence: Sequence) -> None:
+        if sequence.block_table:
+            self._retract(sequence, sequence.num_published_blocks, sequence.num_tokens // self.block_size)
+            self.pool.free(reversed(sequence.held_blocks))
+        sequence.block_table = []
 
     # -- swapping -------------------------------------------------------------------------------------------------
 
@@ -299,9 +289,7 @@ class BlockManager:
         self._ops += [SwapOut(block_id, slot) for block_id, slot in slot_of.items()]
         for sequence in unit:
             sequence.swapped = SwappedTable(tuple(slot_of[block_id] for block_id in sequence.held_blocks))
-            self._retract(sequence, sequence.num_published_blocks, sequence.num_tokens // self.block_size)
-            self.pool.free(reversed(sequence.held_blocks))
-            sequence.block_table = []
+            self._give_blocks_back(sequence)
         return True
 
     def swap_in(self, unit: SequenceOf[Sequence], *, keep_watermark: bool) -> Room:

@@ -368,8 +368,22 @@ class BlockPool:
             self._drop_pin(block_id)
         return len(block_ids)
 
+    def yield_pins(self, tenant: str | None = None) -> int:
+        """Ends all pins, or one tenant's, where nothing but pins holds (its) blocks, for work that could not run else.
+
+        Returns how many blocks are no longer pinned; 0 also where sequences will give blocks back by themselves.
+        """
+        if not self._pins:
+            return 0
+        idle = [block_id for block_id, count in self._pin_counts.items() if self._blocks[block_id].ref_count == count]
+        if tenant is None:
+            return self.unpin_all() if self.counts.used == len(idle) else 0
+        account = self._accounts.get(tenant)
+        num_idle = sum(self._blocks[block_id].tenant == tenant for block_id in idle)
+        return self.unpin_all(tenant) if account is not None and account.num_used == num_idle else 0
+
     def unpin_all(self, tenant: str | None = None) -> int:
-        """Ends all pins, or one tenant's, for work that could not run otherwise; returns how many blocks they held."""
+        """Ends all pins, or one tenant's; returns how many blocks are no longer pinned."""
         num_pinned = self.num_pinned
         for owner, name in list(self._pins):
             if tenant is None or owner == tenant:

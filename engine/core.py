@@ -176,9 +176,9 @@ class EngineCore:
                 f"{sequence.beam.width} beams; this worker's batch has {self.scheduler.max_running} places",
             )
 
-    def is_prefix_on_its_way(self, sequence: Sequence) -> bool:
+    def defers_to_prefix(self, sequence: Sequence) -> bool:
         """Whether the next block that a sequence to be reserved lacks is being shipped or computed for another one."""
-        return self.scheduler.waits_for_prefix(sequence, sequence.num_tokens)
+        return self.scheduler.defers_to_prefix(sequence, sequence.num_tokens)
 
     def reserve(self, sequence: Sequence) -> Room:
         """Sets blocks aside for a registered sequence whose KV arrives from elsewhere; all, or nothing and why."""
@@ -256,7 +256,7 @@ class EngineCore:
                 outputs += self._process(chunk, result, start_ns, end_ns)
             for gang in gangs.values():
                 outputs += self._step_gang(gang, results) if gang is not None else []
-        elif self.is_blocked and len(self.scheduler.waiting) and self.give_up_pins():
+        elif self.is_blocked and len(self.scheduler.waiting) and self.yield_pins():
             self.is_blocked = False
         if self._checks_integrity and not self.has_work:
             self._report_integrity()
@@ -270,12 +270,12 @@ class EngineCore:
             self.num_integrity_faults += 1
             logger.error("the books of the pool are wrong: %s", fault)
 
-    def give_up_pins(self) -> bool:
+    def yield_pins(self) -> bool:
         """Ends all pins where nothing else holds blocks, for something that waits; says whether there were any."""
-        if not self.pool.num_pinned or self.pool.counts.used > self.pool.num_pinned:
-            return False  # running sequences and shipments will give theirs back
-        logger.warning("%d pinned blocks are given up: what waits needs more than they leave", self.pool.unpin_all())
-        return True
+        num_blocks = self.pool.yield_pins()
+        if num_blocks:
+            logger.warning("%d pinned blocks yield to work that needs more than they leave", num_blocks)
+        return num_blocks > 0
 
     def _move_blocks(self) -> None:
         """Copies and swaps that the schedule asks for."""
@@ -303,6 +303,8 @@ class EngineCore:
     def _count_hits(self, sequence: Sequence) -> None:
         num_hits = sequence.num_cached_tokens or 0
         self._num_cached_tokens += num_hits
+        if sequence.num_given_tokens > sequence.num_prompt_tokens:
+            return  # a resume, whose hits are its own tokens
         counter = self.memory.hits.setdefault(sequence.tenant, HitCounter())
         counter.num_queried_tokens += sequence.num_tokens
         counter.num_hit_tokens += num_hits

@@ -85,9 +85,7 @@ def measure_preemption(runner: Runner, mode: PreemptionMode) -> PreemptionPolicy
     if mode != "auto":
         return PreemptionPolicy(mode)
     num_tokens = max(1, min(MEASURED_TOKENS, runner.max_context - 2, runner.num_blocks * runner.layout.block_size - 2))
-    begin_s = time.monotonic()
-    _run_alone(runner, num_tokens)
-    recompute_s = time.monotonic() - begin_s
+    recompute_s = min(_prefill_s(runner, num_tokens) for _ in range(2))
     num_blocks = min(MEASURED_BLOCKS, runner.num_blocks)
     space = SwapSpace(num_blocks, runner.layout.block_bytes)
     for block_id in range(num_blocks):  # the first copy brings the pages; it is not measured
@@ -105,10 +103,17 @@ def warm_up(runner: Runner) -> None:
     _run_alone(runner, max(1, min(runner.layout.block_size, runner.max_context - 2)))
 
 
-def _run_alone(runner: Runner, num_tokens: int) -> None:
-    """`num_tokens` prompt tokens and two of output, in an engine of their own, so that no figure counts them."""
+def _prefill_s(runner: Runner, num_tokens: int) -> float:
+    """Time of one prefill step of `num_tokens` tokens."""
+    begin_s = time.monotonic()
+    _run_alone(runner, num_tokens, max_tokens=1)
+    return time.monotonic() - begin_s
+
+
+def _run_alone(runner: Runner, num_tokens: int, max_tokens: int = 2) -> None:
+    """A prompt of `num_tokens` tokens in an engine of its own, so that no figure counts it."""
     core = EngineCore(runner, EngineLimits(prefix_caching=False))
-    sequence = Sequence("warm-up", [0] * num_tokens, SamplingParams(max_tokens=2, temperature=0.0))
+    sequence = Sequence("warm-up", [0] * num_tokens, SamplingParams(max_tokens=max_tokens, temperature=0.0))
     result = generate(core, [sequence])["warm-up"]
     if result.error is not None:
         raise FailedPrecondition(f"the warm-up step failed: {result.error.message}")

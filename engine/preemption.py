@@ -29,12 +29,12 @@ class PreemptionPolicy:
     recompute_s_per_token: float = 0.0
     swap_s_per_block: float = 0.0
 
-    def prefers_swap(self, unit: SequenceOf[Sequence]) -> bool:
-        """Whether `unit` should be swapped if the host pool has room."""
+    def prefers_swap(self, unit: SequenceOf[Sequence], block_size: int) -> bool:
+        """Whether `unit` should be swapped if the host pool has room; what beams share is computed and copied once."""
         if self.mode != "auto":
             return self.mode == "swap"
         num_blocks = len({block_id for sequence in unit for block_id in sequence.held_blocks})
-        num_tokens = sum(sequence.num_computed_tokens for sequence in unit)
+        num_tokens = min(sum(sequence.num_computed_tokens for sequence in unit), num_blocks * block_size)
         return 2 * num_blocks * self.swap_s_per_block < num_tokens * self.recompute_s_per_token
 
 

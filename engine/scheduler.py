@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from engine.block_manager import BlockManager
 from engine.block_pool import Room
-from engine.preemption import PreemptionPolicy
+from engine.preemption import RECOMPUTE, PreemptionPolicy
 from engine.sequence import Sequence, SequenceStatus
 from engine.waiting_queue import Admission, WaitingQueue
 from kvferry.stats import MemoryCounters
@@ -85,7 +85,7 @@ class Scheduler:
         self.max_batched_tokens = max_batched_tokens
         self.max_running = max_running
         self.max_chunk_tokens = max_chunk_tokens
-        self.preemption = preemption or PreemptionPolicy()
+        self.preemption = preemption or RECOMPUTE
         self.counters = counters or MemoryCounters()
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in order of priority; beams of a gang side by side
@@ -96,7 +96,7 @@ class Scheduler:
         return bool(self.running) or len(self.waiting) > 0
 
     @property
-    def has_preempted(self) -> bool:
+    def has_interrupted(self) -> bool:
         """Whether one waits for room that ran before: preempted, or a choice that found no place in the batch."""
         return any(
             (sequence.num_preemptions > 0 or sequence.was_started) and not sequence.waits_for_quota
@@ -104,7 +104,7 @@ class Scheduler:
         )
 
     def is_due_before(self, sequence: Sequence) -> bool:
-        """Whether one that waits to be computed here for room alone goes before `sequence`."""
+        """Whether a sequence that waits in this queue, for room and not for its quota, comes before `sequence`."""
         ready = (other for other in self.waiting if not other.waits_for_quota)
         first = next(ready, None)
         return first is not None and first.priority.key < sequence.priority.key
@@ -191,7 +191,9 @@ class Scheduler:
 
     def preempt(self, unit: SequenceOf[Sequence], schedule: Schedule) -> None:
         """Takes a running unit's blocks and queues it, swapped or to be recomputed; noted in `schedule`."""
-        is_swapped = self.preemption.prefers_swap(unit) and self.block_manager.swap_out(unit)
+        is_swapped = self.preemption.prefers_swap(unit, self.block_manager.block_size) and self.block_manager.swap_out(
+            unit
+        )
         for sequence in unit:
             self.running.remove(sequence)
             sequence.num_preemptions += 1
@@ -216,7 +218,7 @@ class Scheduler:
         if schedule.num_tokens >= self.max_batched_tokens or self.num_seats_taken + num_seats > self.max_running:
             return Admission.CLOSED
         was_swapped = sequence.swapped is not None
-        if not was_swapped and self.waits_for_prefix(sequence, sequence.num_tokens - 1):
+        if not was_swapped and self.defers_to_prefix(sequence, sequence.num_tokens - 1):
             return Admission.NO_ROOM if sequence.num_preemptions else Admission.DEFERRED
         take = self.block_manager.swap_in if was_swapped else self.block_manager.admit
         room = take(unit, keep_watermark=bool(self.running))
@@ -231,7 +233,7 @@ class Scheduler:
                 self._append_chunk(schedule, member)
         return Admission.TAKEN
 
-    def waits_for_prefix(self, sequence: Sequence, num_tokens: int) -> bool:
+    def defers_to_prefix(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether another sequence is about to have the next block this one lacks: sooner than computing it anew.
 
         One of a lower tier is not waited for. `num_tokens`: how many of the sequence's tokens may be hits.
@@ -239,7 +241,8 @@ class Scheduler:
         leader = self.block_manager.computing_next(sequence, num_tokens)
         if leader is None or leader.priority.tier_rank > sequence.priority.tier_rank:
             return False
-        self.counters.num_prefix_waits += 1
+        self.counters.num_prefix_waits += not sequence.has_waited_for_prefix  # once a sequence
+        sequence.has_waited_for_prefix = True
         return True
 
     def _count_admission(self, unit: SequenceOf[Sequence]) -> None:

@@ -1,9 +1,10 @@
 """One sequence: the mutable state of one choice, or one beam, of one request inside a worker.
 
-Life: WAITING (in the queue) → RUNNING (in the batch) → FINISHED. A prefill worker's sequence goes from RUNNING to HELD:
-its prompt is computed, its first token sampled, and its blocks are kept until the shipment is acknowledged. A decode
-worker's sequence begins RESERVED: blocks are set aside for KV that is still on the way. Preemption leads from RUNNING
-back to WAITING. A prompt of several choices is one sequence until its first tokens are known, then it forks.
+Life: WAITING (queued, or known and not offered yet) → RUNNING (in the batch) → FINISHED. A prefill worker's sequence
+goes from RUNNING to HELD: its prompt is computed, its first tokens sampled, and its blocks are kept until the shipment
+is acknowledged. A decode worker's sequence becomes RESERVED: blocks are set aside for KV that is still on the way.
+Preemption leads from RUNNING back to WAITING. A prompt of several choices is one sequence until its first tokens are
+known, then it forks.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ class Sequence:
         self.num_preemptions = 0
         self.num_lost_tokens = 0  # computed tokens given up by the last preemption
         self.was_started = False
+        self.has_waited_for_prefix = False
         self.waits_for_quota = False  # it is its tenant's quota that keeps it waiting, not the pool
         self.swapped: SwappedTable | None = None  # where its blocks are while it is swapped out
         self.prefix_leader: Sequence | None = None  # computes the blocks they share; a resumed beam waits for it
@@ -113,11 +115,6 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
-
-    @property
-    def is_prefilling(self) -> bool:
-        """Whether tokens given at arrival still lack their KV (also after a preemption)."""
-        return self.num_uncomputed_tokens > 1 or self.num_tokens == self.num_given_tokens
 
     @property
     def held_blocks(self) -> list[int]:

@@ -11,6 +11,15 @@ KV_WIRE_VERSION = 1
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
+def num_beam_blocks(num_prompt_tokens: int, num_kv_tokens: int, width: int, *, block_size: int) -> int:
+    """Most blocks that `width` beams of up to `num_kv_tokens` tokens, the prompt's included, hold at one time.
+
+    They share the full blocks of the prompt, and nothing beyond in the worst case.
+    """
+    num_shared = num_prompt_tokens // block_size
+    return num_shared + width * (-(-num_kv_tokens // block_size) - num_shared)
+
+
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """Shape and meaning of one block: `[num_layers, 2, num_kv_heads, block_size, head_dim]`, contiguous, of `dtype`."""

@@ -19,10 +19,10 @@ from proto.kvferry.v1 import cache_pb2_grpc, inference_pb2_grpc
 from router import cache_service
 from router.admission import RetryBudget
 from router.auth import Authenticator
+from router.cluster import Cluster
 from router.http import HttpServer, make_app
 from router.membership import Membership
 from router.metrics import RouterMetrics
-from router.run import Cluster
 from router.selection import PairSelector
 from router.service import SERVICE_NAME, InferenceServicer, RouterParts
 from router.text.tokenizer import TextTokenizer

@@ -14,7 +14,8 @@ client has no token of any, a failed attempt is repeated for all; later each cho
 lifecycle of its own (`SplitChoices`), since their tokens differ. A beam search gives all its tokens at its end, so its
 attempts are repeated whole.
 
-`router/run.py` performs the actions. After the last `Finished` the calls that were not cancelled end by themselves.
+`router/lifecycle_run.py` performs the actions. After the last `Finished` the calls that were not cancelled end by
+themselves.
 """
 
 from __future__ import annotations

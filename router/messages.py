@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from proto.kvferry.v1 import inference_pb2 as pb
 from router.ledger import RequestLedger
-from router.run import PreparedRequest
+from router.prepared_request import PreparedRequest
 
 
 def started(prepared: PreparedRequest) -> pb.GenerateResponse:

@@ -1,7 +1,8 @@
 """The router's metrics: requests by outcome, latencies, and a view of every worker, on the process's registry.
 
 Every call counts once as started and once as finished, failed or cancelled, whatever was retried; the first token
-is one sample a request. Figures of workers are read from their last status when the registry is scraped.
+is one sample a request whose tokens are sent as they come. Figures of workers are read from their last status when the
+registry is scraped.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class RequestRecord:
         label: the caller's.
         phase: where the request was when it ended.
         num_output_tokens: over all choices and candidates.
-        num_streamed_tokens: of the longest choice that was sent as it came; 0 where all is sent at the end.
+        num_longest_choice_tokens: of the longest choice.
+        is_streamed: tokens were sent as they came, not withheld until the end (best_of above n, beam search).
     """
 
     ledger: RequestLedger = field(default_factory=RequestLedger)
@@ -67,7 +69,8 @@ class RequestRecord:
     phase: str = REFUSED_PHASE
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-    num_streamed_tokens: int = 0
+    num_longest_choice_tokens: int = 0
+    is_streamed: bool = True
     finish: Finish | None = None
 
 
@@ -122,10 +125,10 @@ class RouterMetrics:
         ledger = record.ledger
         kind = "" if error is None else error_type(error)
         self._metrics.request_duration_s.labels(*served, kind).observe(ledger.total_s)
-        if ledger.time_to_first_token_s is not None:
+        if record.is_streamed and ledger.time_to_first_token_s is not None:
             self._metrics.time_to_first_token_s.labels(*served).observe(ledger.time_to_first_token_s)
-        if record.num_streamed_tokens > 1:
-            per_token_s = ledger.decode_s / (record.num_streamed_tokens - 1)
+        if record.is_streamed and record.num_longest_choice_tokens > 1:
+            per_token_s = ledger.decode_s / (record.num_longest_choice_tokens - 1)
             self._metrics.time_per_output_token_s.labels(*served).observe(per_token_s)
         self._metrics.tokens.labels("prompt").inc(record.num_prompt_tokens)
         self._metrics.tokens.labels("output").inc(record.num_output_tokens)

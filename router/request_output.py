@@ -38,7 +38,6 @@ class RequestOutput:
     ) -> None:
         self._num_returned = request.n
         self._tells_logprob = request.ranks_candidates or request.beam is not None
-        self._is_streamed = not self._tells_logprob  # else everything is sent at the end
         self._outbox = outbox
         self._ledger = ledger
         self._held = [Outbox() for _ in range(request.best_of)] if request.ranks_candidates else []
@@ -91,9 +90,14 @@ class RequestOutput:
         return sum(output.num_tokens for output in self._choices)
 
     @property
-    def num_streamed_tokens(self) -> int:
-        """Output tokens of the longest choice, if choices are sent as they come."""
-        return max(output.num_tokens for output in self._choices) if self._is_streamed else 0
+    def is_streamed(self) -> bool:
+        """Whether tokens are sent as they come; else all of them at the end."""
+        return not self._tells_logprob
+
+    @property
+    def num_longest_choice_tokens(self) -> int:
+        """Output tokens of the longest choice so far."""
+        return max(output.num_tokens for output in self._choices)
 
     @property
     def finishes(self) -> tuple[Finish, ...]:

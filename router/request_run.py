@@ -15,10 +15,13 @@ from opentelemetry.context import Context
 
 from kvferry.errors import DeadlineExceeded, KvferryError
 from kvferry.sampling import Finish, FinishKind
+from router.cluster import Cluster
 from router.events import Abort, ClientGone, Event, SplitChoice, SplitChoices, TimeLimit
 from router.ledger import RequestLedger
+from router.lifecycle_run import LifecycleRun
+from router.prepared_request import PreparedRequest
+from router.request_context import RequestContext
 from router.request_output import RequestOutput
-from router.run import Cluster, LifecycleRun, PreparedRequest, RunOwner
 from router.tracing import AttemptSpans
 
 CUT_SHORT = (FinishKind.CANCELLED, FinishKind.DEADLINE)
@@ -33,10 +36,10 @@ class RequestRun:
         self._prepared = prepared
         self._output = output
         self._ledger = ledger
-        self._owner = RunOwner(
+        self._context = RequestContext(
             prepared, cluster, output, ledger, itertools.count(1), split=self._on_split, ended=self._on_ended
         )
-        self._runs: list[LifecycleRun] = [LifecycleRun(self._owner, AttemptSpans(cluster.tracer, parent))]
+        self._runs: list[LifecycleRun] = [LifecycleRun(self._context, AttemptSpans(cluster.tracer, parent))]
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed_in: str | None = None
         self._error: KvferryError | None = None
@@ -106,7 +109,7 @@ class RequestRun:
             self._start(part)
 
     def _part(self, choice: SplitChoice, spans: AttemptSpans) -> LifecycleRun:
-        return LifecycleRun(self._owner, spans.of_choice(choice.choice), choice)
+        return LifecycleRun(self._context, spans.of_choice(choice.choice), choice)
 
     def _on_ended(self, error: KvferryError | None) -> None:
         if error is None or self._error is not None:

@@ -27,15 +27,16 @@ from proto.kvferry.v1 import inference_pb2 as pb
 from proto.kvferry.v1 import inference_pb2_grpc, types_pb2
 from router.admission import Admission
 from router.auth import Authenticator, Tenant
+from router.cluster import Cluster
 from router.ledger import RequestLedger
 from router.membership import Membership
 from router.messages import completed, started
 from router.metrics import RequestRecord, RouterMetrics
 from router.outbox import Outbox
+from router.prepared_request import PreparedRequest
 from router.request_log import logged
 from router.request_output import RequestOutput
 from router.request_run import RequestRun
-from router.run import Cluster, PreparedRequest
 from router.text.tokenizer import PromptLimits, TextTokenizer
 from router.tracing import describe_outcome, describe_request
 from router.validation import (
@@ -170,7 +171,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             tiers={tier.name: tier.rank for tier in config.tiers},
             default_tier=config.default_tier.name,
             max_request_bytes=config.router.max_request_bytes,
-            block_size=served.layout.block_size,
+            layout=served.layout,
             num_prefill_blocks=max((w.num_blocks for w in known if w.role is Role.PREFILL), default=0),
             num_decode_blocks=max(decode),
         )
@@ -254,7 +255,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         finally:
             await asyncio.wait([task])
             record.phase, record.finish, record.num_output_tokens = run.phase, run.finish, output.num_tokens
-            record.num_streamed_tokens = output.num_streamed_tokens
+            record.is_streamed, record.num_longest_choice_tokens = output.is_streamed, output.num_longest_choice_tokens
             describe_outcome(
                 span,
                 record.ledger,

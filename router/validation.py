@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from kvferry.errors import InvalidArgument, NotFound, PermissionDenied, ResourceExhausted, UnsupportedField
+from kvferry.kv_layout import KvLayout, num_beam_blocks
 from kvferry.sampling import GREEDY_BELOW_TEMPERATURE, BeamParams, SamplingParams
 from proto.kvferry.v1 import inference_pb2 as pb
 from router.text.chat_template import FIELD as CHAT_FIELD
@@ -30,9 +31,9 @@ SEED_LIMIT = 1 << 64
 MAX_CHOICES = 64
 """Choices or candidates of a request: each is a sequence on decode, and its output is kept for the client."""
 MAX_BEAM_WIDTH = 16
+"""Beams step together, so all of them must find room at once."""
 MAX_LENGTH_PENALTY = 10.0
 """An exponent on the length: beyond this every score is zero or beyond float32."""
-"""Beams step together, so all of them must find room at once."""
 
 PROMPT_FIELD = "prompt"
 TOKENS_FIELD = "prompt.token_ids"
@@ -49,7 +50,7 @@ class Limits:
         tiers: rank by name of tier.
         default_tier: tier of a request that names none.
         max_request_bytes: largest request message.
-        block_size: tokens of a KV block.
+        layout: of the KV blocks.
         num_prefill_blocks: blocks of the largest prefill pool; 0 where decode computes prompts itself.
         num_decode_blocks: blocks of the largest decode pool.
         adapters: adapters that may be named.
@@ -63,12 +64,17 @@ class Limits:
     tiers: Mapping[str, int]
     default_tier: str
     max_request_bytes: int
-    block_size: int
+    layout: KvLayout
     num_prefill_blocks: int
     num_decode_blocks: int
     adapters: tuple[str, ...] = ()
     num_quota_prefill_blocks: int | None = None
     num_quota_decode_blocks: int | None = None
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block."""
+        return self.layout.block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,16 +256,15 @@ def fit(request: Request, num_prompt_tokens: int, limits: Limits) -> int:
     return max_tokens
 
 
-def num_decode_blocks(request: Request, num_prompt_tokens: int, max_tokens: int, block_size: int) -> int:
+def num_blocks_needed(request: Request, num_prompt_tokens: int, max_tokens: int, layout: KvLayout) -> int:
     """Blocks that the request must find at once in a decode pool; the KV of a last token is never stored.
 
-    One choice must fit alone, since choices are preempted one by one. Beams must fit together: they share the full
-    blocks of the prompt, and nothing beyond in the worst case.
+    One choice must fit alone, since choices are preempted one by one. Beams must fit together.
     """
-    width = 1 if request.beam is None else request.beam.width
-    num_shared = num_prompt_tokens // block_size
-    num_in_all = -(-(num_prompt_tokens + max_tokens - 1) // block_size)
-    return num_shared + width * (num_in_all - num_shared)
+    num_kv_tokens = num_prompt_tokens + max_tokens - 1
+    if request.beam is None:
+        return layout.num_blocks_for(num_kv_tokens)
+    return num_beam_blocks(num_prompt_tokens, num_kv_tokens, request.beam.width, block_size=layout.block_size)
 
 
 def _room_in_pool(request: Request, num_prompt_tokens: int, limits: Limits) -> int:
@@ -274,11 +279,11 @@ def _room_in_pool(request: Request, num_prompt_tokens: int, limits: Limits) -> i
 def _check_pools(request: Request, num_prompt_tokens: int, max_tokens: int, limits: Limits) -> None:
     num_last = num_prompt_tokens + max_tokens - 1
     what = f"{num_last} tokens" if request.beam is None else f"{request.beam.width} beams of up to {num_last} tokens"
-    needed = num_decode_blocks(request, num_prompt_tokens, max_tokens, limits.block_size)
+    needed = num_blocks_needed(request, num_prompt_tokens, max_tokens, limits.layout)
     _check_pool("decode", needed, what, limits.num_decode_blocks)
     _check_quota("decode", request.tenant, needed, what, limits.num_quota_decode_blocks)
     if limits.num_prefill_blocks:
-        needed = -(-num_prompt_tokens // limits.block_size)
+        needed = limits.layout.num_blocks_for(num_prompt_tokens)
         _check_pool("prefill", needed, f"{num_prompt_tokens} tokens", limits.num_prefill_blocks)
         what = f"{num_prompt_tokens} tokens"
         _check_quota("prefill", request.tenant, needed, what, limits.num_quota_prefill_blocks)
@@ -346,7 +351,6 @@ IDLE_BESIDE_BEAMS: Mapping[str, Callable[[pb.GenerateRequest], bool]] = MappingP
         "sampling.seed": lambda m: m.sampling.HasField("seed"),
         "sampling.best_of": lambda m: m.sampling.HasField("best_of") and m.sampling.best_of != (m.sampling.n or 1),
         "stopping.stop": lambda m: bool(m.stopping.stop),
-        "stopping.min_tokens": lambda m: m.stopping.min_tokens != 0,
     }
 )
 

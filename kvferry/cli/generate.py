@@ -103,7 +103,7 @@ def generate(
         str, typer.Option("--shared-salt", help="Shares the prefix cache with all tenants that set this salt.")
     ] = "",
     bypass_prefix_cache: Annotated[
-        bool, typer.Option("--bypass-prefix-cache", help="Neither read nor fill the prefix cache.")
+        bool, typer.Option("--bypass-prefix-cache", help="Neither look up nor fill the prefix cache.")
     ] = False,
     model: Annotated[str, typer.Option("--model", help="Name of the model; the served one.")] = "",
     request_id: Annotated[str, typer.Option("--request-id", help="Label in the server's logs.")] = "",
@@ -112,6 +112,7 @@ def generate(
     settings: SetOption = None,
 ) -> None:
     """Continues a prompt and streams the text."""
+    _check_beam_options(beam_width, length_penalty, early_stopping=early_stopping)
     effective = configuration(config, settings)
     options = GenerateOptions(
         prompt=prompt_of(prompt, prompt_token_ids),
@@ -210,15 +211,18 @@ async def stream_answer(
 ) -> Completion:
     """Writes the text of the first choice as it comes, unless quiet; returns the whole response.
 
-    Raises DeadlineExceeded saying how many tokens had come. The line is ended however this ends.
+    Of several choices the first one's text has a header. Raises DeadlineExceeded saying how many tokens had come. The
+    line is ended however this ends.
     """
     completion = Completion()
+    header = _header(0) if _has_several_choices(options) else ""
     try:
         async with client.generate(options, timeout_s=timeout_s) as events:
             async for event in events:
                 completion.add(event)
-                if not is_quiet and event.HasField("delta") and event.delta.index == 0:
-                    write(event.delta.text)
+                if not is_quiet and event.delta.text and event.delta.index == 0:
+                    write(header + event.delta.text)
+                    header = ""
     except DeadlineExceeded as error:
         raise _deadline_passed(error, timeout_s, completion) from error
     finally:
@@ -241,13 +245,27 @@ async def _generate(
 ) -> Completion:
     options.to_pb()  # what can never be sent is refused before a router is needed
     async with connected(router, config.telemetry) as client:
-        if not is_quiet and (options.n or 1) > 1:
-            write("--- choice 0\n")
         completion = await stream_answer(client, options, timeout_s, is_quiet=is_quiet)
-    if not is_quiet:
-        for choice in completion.choices[1:]:
-            write(f"--- choice {choice.index}\n{choice.text}\n")
+    if not is_quiet and _has_several_choices(options):
+        for choice in completion.choices:
+            if choice.index > 0 or not choice.text:  # the first one's text was written as it came
+                write(f"{_header(choice.index)}{choice.text}\n")
     return completion
+
+
+def _has_several_choices(options: GenerateOptions) -> bool:
+    return (options.n or 1) > 1
+
+
+def _header(choice: int) -> str:
+    return f"--- choice {choice}\n"
+
+
+def _check_beam_options(beam_width: int | None, length_penalty: float | None, *, early_stopping: bool) -> None:
+    """Raises InvalidArgument for an option of the beam search without one."""
+    for option, is_set in (("--length-penalty", length_penalty is not None), ("--early-stopping", early_stopping)):
+        if is_set and beam_width is None:
+            raise InvalidArgument(option, "needs --beam-width")
 
 
 def prompt_of(text: str | None, token_ids: str | None) -> Prompt:

@@ -111,6 +111,7 @@ def test_sample_of_tiny_models(tmp_path: Path, architecture: str, mode: str) -> 
     judge(mode, config, Reference(folder), lengths, VOCAB_SIZE, lambda line: None, num_tokens=24)
 
 
+@pytest.mark.timeout(600)  # the model is large for a machine that has other work
 @pytest.mark.parametrize("mode", ["split"])
 def test_sample_of_smollm2(smollm2_folder: Path, mode: str) -> None:
     lengths = [1, 15, 16, 17, 33, 120]

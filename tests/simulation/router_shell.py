@@ -1,4 +1,4 @@
-"""The router: real `RequestLifecycle`s in a shell like `router/run.py`, and what the client sees of a request.
+"""The router: real `RequestLifecycle`s in a shell like `router/lifecycle_run.py`, and what the client sees of a request.
 
 A request has one lifecycle, or after a split one for each choice that is not over. What workers send becomes an event a
 little later, so events of an attempt may arrive after it was given up.

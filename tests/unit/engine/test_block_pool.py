@@ -387,3 +387,45 @@ def test_tens_of_thousands_of_random_acts_keep_the_books(seed: int) -> None:
     user.pool.unpin_all()
     user.pool.flush()
     assert user.pool.counts == BlockCounts(free=12, cached=0, used=0)
+
+
+def _pinned_pool() -> tuple[BlockPool, list[int]]:
+    """Eight blocks; tenant "a", who may use six, has pinned two cached ones."""
+    pool = BlockPool(8, {"a": BlockQuota(max_used_blocks=6)})
+    pinned = pool.allocate(2, "a")
+    assert pinned is not None
+    for number, block_id in enumerate(pinned):
+        pool.publish(block_id, bytes([number]) * 32, [number])
+    pool.free(pinned)
+    pool.pin("system prompt", pinned, tenant="a")
+    return pool, pinned
+
+
+def test_pins_stay_while_their_tenant_holds_something_it_will_give_back() -> None:
+    pool, _ = _pinned_pool()
+    own = pool.allocate(3, "a")
+    assert own is not None
+    assert pool.room(2, tenant="a") is Room.OVER_QUOTA
+    assert pool.yield_pins("a") == 0 and pool.num_pinned == 2
+    pool.free(own)
+    assert pool.room(5, tenant="a") is Room.OVER_QUOTA
+    assert pool.yield_pins("a") == 2 and pool.room(5, tenant="a") is Room.ENOUGH
+
+
+def test_pins_stay_while_a_sequence_holds_the_same_blocks() -> None:
+    """To end them would give nothing back."""
+    pool, pinned = _pinned_pool()
+    pool.touch(pinned[0])
+    assert pool.yield_pins("a") == 0 and pool.yield_pins() == 0
+    pool.free([pinned[0]])
+    assert pool.yield_pins("a") == 2
+
+
+def test_all_pins_yield_only_where_nothing_else_is_held() -> None:
+    pool, _ = _pinned_pool()
+    other = pool.allocate(1, "b")
+    assert other is not None
+    assert pool.yield_pins() == 0
+    pool.free(other)
+    assert pool.yield_pins() == 2 and pool.num_pinned == 0
+    assert pool.yield_pins() == 0

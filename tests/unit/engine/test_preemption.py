@@ -20,22 +20,23 @@ def unit(num_blocks: int, num_computed_tokens: int) -> list[Sequence]:
 
 def test_the_cheaper_kind_is_chosen() -> None:
     """Ten blocks out and in at 2 s each are 40 s; a hundred tokens at 0.5 s are 50 s, at 0.3 s 30 s."""
-    assert PreemptionPolicy("auto", recompute_s_per_token=0.5, swap_s_per_block=2.0).prefers_swap(unit(10, 100))
-    assert not PreemptionPolicy("auto", recompute_s_per_token=0.3, swap_s_per_block=2.0).prefers_swap(unit(10, 100))
+    assert PreemptionPolicy("auto", recompute_s_per_token=0.5, swap_s_per_block=2.0).prefers_swap(unit(10, 100), 16)
+    assert not PreemptionPolicy("auto", recompute_s_per_token=0.3, swap_s_per_block=2.0).prefers_swap(unit(10, 100), 16)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_a_mode_forces_its_kind(mode: str) -> None:
     for recompute_s, swap_s in ((1.0, 0.0), (0.0, 1.0)):
         policy = PreemptionPolicy(mode, recompute_s, swap_s)  # type: ignore[arg-type]
-        assert policy.prefers_swap(unit(1, 16)) == (mode == "swap")
+        assert policy.prefers_swap(unit(1, 16), 16) == (mode == "swap")
 
 
-def test_blocks_that_beams_share_are_copied_once() -> None:
+def test_what_beams_share_counts_once() -> None:
+    """Two beams of 100 tokens in the same ten blocks of 16: 40 s to copy, at most 160 tokens to compute."""
     first, second = unit(10, 100)[0], unit(10, 100)[0]
-    policy = PreemptionPolicy("auto", recompute_s_per_token=0.25, swap_s_per_block=2.0)
-    assert not policy.prefers_swap([first])  # 40 s against 25 s
-    assert policy.prefers_swap([first, second])  # still 40 s, against 50 s
+    assert not PreemptionPolicy("auto", 0.25, 2.0).prefers_swap([first], 16)  # 25 s to compute
+    assert not PreemptionPolicy("auto", 0.25, 2.0).prefers_swap([first, second], 16)
+    assert PreemptionPolicy("auto", 0.26, 2.0).prefers_swap([first, second], 16)
 
 
 def test_costs_are_measured_only_where_they_decide() -> None:

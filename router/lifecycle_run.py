@@ -10,18 +10,12 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-
-from opentelemetry.trace import Tracer
 
 from kvferry.errors import Internal, KvferryError, Unavailable
-from kvferry.sampling import SamplingParams
 from kvferry.spec import AttemptId, SequenceSpec
 from kvferry.wire import spec_to_pb
 from proto.kvferry.v1 import worker_pb2
-from router.admission import RetryBudget
 from router.calls import CallContext, DecodeCall, PrefillCall, WorkerCall
 from router.events import (
     Action,
@@ -43,13 +37,11 @@ from router.events import (
     Tokens,
     WorkersChosen,
 )
-from router.ledger import RequestLedger
 from router.lifecycle import RequestLifecycle
-from router.membership import Membership
-from router.request_output import RequestOutput
-from router.selection import Needs, Pair, PairSelector
+from router.request_context import RequestContext
+from router.selection import Needs, Pair
 from router.tracing import AttemptSpans
-from router.validation import Request, num_decode_blocks
+from router.validation import num_blocks_needed
 
 logger = logging.getLogger(__name__)
 
@@ -60,81 +52,16 @@ CLOSING_GRACE_S = 0.25
 """After a good end, how long calls may take to end by themselves: the shipment's figures and overshoot come last."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """What all runs share.
-
-    Attributes:
-        membership: the workers.
-        selector: chooses pairs.
-        retries: budget for attempts without progress.
-        progress_timeout_s: longest silence of a worker's stream.
-        recovery_wait_s: how long a request whose tokens are under way waits for a worker to come back.
-        max_attempts: attempts in a row without progress.
-        tracer: makes the attempts' spans.
-        count_retry: called with the error that made an attempt necessary.
-    """
-
-    membership: Membership
-    selector: PairSelector
-    retries: RetryBudget
-    progress_timeout_s: float
-    recovery_wait_s: float
-    max_attempts: int
-    tracer: Tracer
-    count_retry: Callable[[KvferryError], None]
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedRequest:
-    """A request ready to run.
-
-    Attributes:
-        id: made by the router, unique for ever.
-        deadline_s: when the client's call ends, in `time.monotonic()`; None for never.
-    """
-
-    id: str
-    request: Request
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    deadline_s: float | None
-
-    @property
-    def rest_of_deadline_s(self) -> float | None:
-        """Time left now; None for no deadline."""
-        return None if self.deadline_s is None else max(0.0, self.deadline_s - time.monotonic())
-
-
-@dataclass(frozen=True, slots=True)
-class RunOwner:
-    """What the lifecycles of one request share.
-
-    Attributes:
-        attempts: numbers of its attempts.
-        split: takes choices that go on by themselves.
-        ended: told when a lifecycle has ended, and why if not well; the run's calls may be open still.
-    """
-
-    prepared: PreparedRequest
-    cluster: Cluster
-    output: RequestOutput
-    ledger: RequestLedger
-    attempts: Iterator[int]
-    split: Callable[[SplitChoices, AttemptSpans], None]
-    ended: Callable[[KvferryError | None], None]
-
-
 class LifecycleRun:
     """Runs the choices of one request, or the one it resumes: `start` and `wait`, once each."""
 
-    def __init__(self, owner: RunOwner, spans: AttemptSpans, resumes: SplitChoice | None = None) -> None:
-        prepared = owner.prepared
-        self._owner = owner
+    def __init__(self, context: RequestContext, spans: AttemptSpans, resumes: SplitChoice | None = None) -> None:
+        prepared = context.prepared
+        self._context = context
         self._prepared = prepared
-        self._cluster = owner.cluster
-        self._output = owner.output
-        self._ledger = owner.ledger
+        self._cluster = context.cluster
+        self._output = context.output
+        self._ledger = context.ledger
         self._spans = spans
         self._lifecycle = RequestLifecycle(
             prepared.prompt_token_ids,
@@ -142,9 +69,9 @@ class LifecycleRun:
             num_choices=prepared.request.best_of,
             is_beam_search=prepared.request.beam is not None,
             resumes=resumes,
-            attempts=owner.attempts,
-            local_prefill=owner.cluster.membership.local_prefill,
-            max_attempts=owner.cluster.max_attempts,
+            attempts=context.attempts,
+            local_prefill=context.cluster.membership.local_prefill,
+            max_attempts=context.cluster.max_attempts,
         )
         self._pair = Pair(None, None)
         self._prefill: PrefillCall | None = None
@@ -207,7 +134,7 @@ class LifecycleRun:
             self._handling = False
         if self._lifecycle.ended and not self._ended.is_set():
             self._ended.set()
-            self._owner.ended(self._error)
+            self._context.ended(self._error)
 
     def _crashed(self, error: KvferryError) -> None:
         """A fault of ours: a retry could lose tokens, so the request ends here."""
@@ -245,7 +172,7 @@ class LifecycleRun:
                 self._output.finish(action.choice, action.finish, action.cumulative_logprob)
             case SplitChoices(choices):
                 self._spans.end(choices[0].cause)
-                self._owner.split(action, self._spans)
+                self._context.split(action, self._spans)
             case Failed():
                 self._error = action.error
 
@@ -291,8 +218,8 @@ class LifecycleRun:
             prefill=action.needs_prefill,
             decode=action.needs_decode,
             num_prefill_blocks=layout.num_blocks_for(num_known_tokens),
-            num_decode_blocks=num_decode_blocks(
-                prepared.request, num_prompt_tokens, prepared.sampling.max_tokens, layout.block_size
+            num_decode_blocks=num_blocks_needed(
+                prepared.request, num_prompt_tokens, prepared.sampling.max_tokens, layout
             ),
         )
 

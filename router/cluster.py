@@ -1,0 +1,38 @@
+"""What the runs of all requests share: the workers, how they are chosen, and how long and how often to try."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from opentelemetry.trace import Tracer
+
+from kvferry.errors import KvferryError
+from router.admission import RetryBudget
+from router.membership import Membership
+from router.selection import PairSelector
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What all runs share.
+
+    Attributes:
+        membership: the workers.
+        selector: chooses pairs.
+        retries: budget for attempts without progress.
+        progress_timeout_s: longest silence of a worker's stream.
+        recovery_wait_s: how long a request whose tokens are under way waits for a worker to come back.
+        max_attempts: attempts in a row without progress.
+        tracer: makes the attempts' spans.
+        count_retry: called with the error that made an attempt necessary.
+    """
+
+    membership: Membership
+    selector: PairSelector
+    retries: RetryBudget
+    progress_timeout_s: float
+    recovery_wait_s: float
+    max_attempts: int
+    tracer: Tracer
+    count_retry: Callable[[KvferryError], None]
