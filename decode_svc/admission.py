@@ -4,13 +4,12 @@
         └────────────────── unregister, at any point, frees everything once
 
 A grant is one step, all or nothing: look up the prompt's blocks, pin the hits, reserve the rest and the room for the
-next token. Nothing is held while a grant waits, so nothing can wait in a circle. Grants go by tier, then arrival; a
-preempted sequence goes before any grant. Runs on the engine's thread, between two steps (`EngineLoop.submit`).
+next token. Nothing is held while a grant waits, so nothing can wait in a circle. Grants go by tier, deadline and
+arrival, and so do preempted sequences among them. Runs on the engine's thread, between two steps (`EngineLoop.submit`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.block_pool import Room
@@ -96,33 +95,26 @@ class DecodeAdmission:
         return [*commits, *self._make_grants()]
 
     def _make_grants(self) -> list[Output]:
-        if not len(self._waiting) or self._core.scheduler.has_interrupted:
-            return []
-
-        granted = self._waiting.admit(self._try_grant())
+        granted = self._waiting.admit(self._try_grant)
         if not granted and len(self._waiting) and self._core.yield_pins():
-            granted = self._waiting.admit(self._try_grant())
+            granted = self._waiting.admit(self._try_grant)
         return [GrantMade(sequence.seq_id, self._wanted(sequence)) for sequence in granted]
 
-    def _try_grant(self) -> Callable[[Sequence], Admission]:
-        """Offers for one round of grants, which share the free places of the batch."""
-        num_seats = self._core.scheduler.max_running - self._core.scheduler.num_seats_taken
-
-        def try_grant(sequence: Sequence) -> Admission:
-            nonlocal num_seats
-            if num_seats < min(sequence.num_seats, self._core.scheduler.max_running):
-                return Admission.CLOSED
-            if self._core.scheduler.is_due_before(sequence):
-                return Admission.CLOSED
-            if self._core.defers_to_prefix(sequence):
-                return Admission.DEFERRED
-            room = self._core.reserve(sequence)
-            if room is not Room.ENOUGH:
-                return Admission.DEFERRED if room is Room.OVER_QUOTA else Admission.NO_ROOM
-            num_seats -= sequence.num_seats
-            return Admission.TAKEN
-
-        return try_grant
+    def _try_grant(self, sequence: Sequence) -> Admission:
+        scheduler = self._core.scheduler
+        if scheduler.num_seats_taken >= scheduler.max_running or scheduler.is_due_before(sequence):
+            return Admission.CLOSED
+        if not scheduler.has_seats_for(sequence):
+            return scheduler.refusal(sequence)
+        if self._core.defers_to_prefix(sequence):
+            return Admission.DEFERRED
+        match self._core.reserve(sequence):
+            case Room.ENOUGH:
+                return Admission.TAKEN
+            case Room.OVER_QUOTA:
+                return Admission.OVER_QUOTA
+            case Room.NO_BLOCKS:
+                return Admission.NO_ROOM
 
     def _wanted(self, sequence: Sequence) -> tuple[int, ...]:
         block_size = self._core.layout.block_size

@@ -88,6 +88,11 @@ class BeamSearch:
         return min(max(2, num_kinds) * self._params.width, self._vocab_size)
 
     @property
+    def num_returned(self) -> int:
+        """Hypotheses asked for; `results` has fewer where the vocabulary leaves no more."""
+        return self._params.num_returned
+
+    @property
     def num_output_tokens(self) -> int:
         """Output tokens of each live beam; they all have the same number."""
         return len(self._live[0].token_ids) if self._live else 0

@@ -188,7 +188,7 @@ class BlockManager:
         hits = self.match_prefix(sequence, sequence.num_tokens)
         num_tokens = min(sequence.num_tokens + 1, sequence.max_kv_tokens)
         num_blocks = self.num_blocks_for(num_tokens)
-        spare = min(sequence.num_seats - 1, self.pool.num_blocks - num_blocks)
+        spare = min(sequence.num_forks, self.pool.num_blocks - num_blocks)
         room = self._room(sequence, num_blocks - len(hits), hits, keep_watermark=keep_watermark, spare=spare)
         if room is Room.ENOUGH:
             self._take(sequence, hits, num_tokens)
@@ -213,7 +213,7 @@ class BlockManager:
         if sequence.block_table:
             raise ValueError(f"sequence {sequence.seq_id} has blocks already")
         for block_id in shared:
-            self.pool.touch(block_id)
+            self.pool.touch(block_id, sequence.tenant)
         new = self.pool.allocate(self.num_blocks_for(num_tokens) - len(shared), sequence.tenant)
         assert new is not None, "room was checked before"
         sequence.block_table = shared + new
@@ -245,9 +245,9 @@ class BlockManager:
             self.pool.free([source])
         return True
 
-    def is_over_quota(self, sequence: Sequence) -> bool:
-        """Whether it is the tenant's quota that denies `sequence` a block, not the pool."""
-        return self.pool.room(1, tenant=sequence.tenant) is Room.OVER_QUOTA
+    def is_over_quota(self, sequence: Sequence, num_blocks: int = 1) -> bool:
+        """Whether it is the tenant's quota that denies `sequence` so many blocks, not the pool."""
+        return self.pool.room(num_blocks, tenant=sequence.tenant) is Room.OVER_QUOTA
 
     def fork(self, sequence: Sequence, seq_id: str, choice: int) -> Sequence:
         """A new sequence that shares all blocks of `sequence`."""
@@ -308,7 +308,7 @@ class BlockManager:
         if room is not Room.ENOUGH:
             return room
         for block_id in hits:
-            self.pool.touch(block_id)
+            self.pool.touch(block_id, unit[0].tenant)
         new = self.pool.allocate(num_new, unit[0].tenant)
         assert new is not None, "room was checked before"
         block_of: dict[int, int] = {}

@@ -5,7 +5,7 @@ or *free* (count zero, its contents mean nothing). Blocks are taken from the fre
 least recently freed first. A cached block is found by the hash of its tokens and of all before them; its token ids are
 compared on a hit as a last guard. Torch-free; block contents live in the runner.
 
-A block is charged to the tenant that allocated it, whoever shares it later. Pins are holders like sequences, inside the
+A used block is charged to the tenant that took it, from the free ones or the cached ones, whoever shares it later. Pins are holders like sequences, inside the
 pool: a pinned block is used, so it is never evicted.
 """
 
@@ -190,11 +190,9 @@ class BlockPool:
         `spare` blocks must stay available after that. Blocks of `revived` that are used already cost nothing.
         """
         cached = [block_id for block_id in revived if self._blocks[block_id].ref_count == 0]
-        if self._accounts:
-            account = self._accounts.get(tenant)
-            num_own = sum(self._blocks[block_id].tenant == tenant for block_id in cached)
-            if account is not None and not account.allows(num_blocks + num_own):
-                return Room.OVER_QUOTA
+        account = self._accounts.get(tenant) if self._accounts else None
+        if account is not None and not account.allows(num_blocks + len(cached)):
+            return Room.OVER_QUOTA
         num_available = len(self._free) + len(self._cached)
         return Room.ENOUGH if num_blocks + len(cached) + spare <= num_available else Room.NO_BLOCKS
 
@@ -226,13 +224,14 @@ class BlockPool:
         self.num_evictions += 1
         return block_id
 
-    def touch(self, block_id: int) -> None:
-        """Adds one holder; a cached block becomes used."""
+    def touch(self, block_id: int, tenant: str | None = None) -> None:
+        """Adds one holder; a cached block becomes used and is charged to `tenant`, None: as before."""
         block = self._blocks[block_id]
         if block.ref_count == 0:
             if block_id not in self._cached:
                 raise ValueError(f"block {block_id} is free and cannot be touched")
             self._remove_cached(block_id)
+            block.tenant = block.tenant if tenant is None else tenant
             if self._accounts and (account := self._accounts.get(block.tenant)) is not None:
                 account.num_used += 1
         block.ref_count += 1
@@ -375,7 +374,9 @@ class BlockPool:
         """
         if not self._pins:
             return 0
-        idle = [block_id for block_id, count in self._pin_counts.items() if self._blocks[block_id].ref_count == count]
+        idle = [
+            block_id for block_id in self._pin_counts if self._blocks[block_id].ref_count == 1
+        ]  # all pins: one holder
         if tenant is None:
             return self.unpin_all() if self.counts.used == len(idle) else 0
         account = self._accounts.get(tenant)

@@ -40,7 +40,7 @@ from engine.sequence import Sequence, SequenceStatus
 from engine.swap_space import SwapSpace
 from kvferry.block_digest import block_digest
 from kvferry.block_hash import hash_root
-from kvferry.errors import Internal, InvalidArgument, ResourceExhausted
+from kvferry.errors import FailedPrecondition, Internal, InvalidArgument, ResourceExhausted
 from kvferry.stats import EngineStats, HitCounter, MemoryCounters
 
 logger = logging.getLogger(__name__)
@@ -437,7 +437,13 @@ class EngineCore:
         if not gang.search.is_finished:
             return []
         self.remove(gang.owner_id)
-        return [BeamsFinished(gang.owner_id, gang.search.results(), self._clock_ns())]
+        found, num_wanted = gang.search.results(), gang.search.num_returned
+        if len(found) < num_wanted:  # every further token is banned or impossible; another try finds no more
+            error = FailedPrecondition(
+                f"the beam search found {len(found)} of {num_wanted} hypotheses; there are no more"
+            )
+            return [SequenceFailed(gang.owner_id, error)]
+        return [BeamsFinished(gang.owner_id, found, self._clock_ns())]
 
     # -- looking ----------------------------------------------------------------------------------------------------
 
@@ -457,6 +463,8 @@ class EngineCore:
             num_sampled_tokens=self._num_sampled_tokens,
             num_evictions=self.pool.num_evictions,
             num_pinned_blocks=self.pool.num_pinned,
+            num_integrity_faults=self.num_integrity_faults,
+            num_unsound_hits=self.block_manager.num_unsound_hits,
             memory=self.memory,
         )
 

@@ -95,16 +95,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running) or len(self.waiting) > 0
 
-    @property
-    def has_interrupted(self) -> bool:
-        """Whether one waits for room that ran before: preempted, or a choice that found no place in the batch."""
-        return any(
-            (sequence.num_preemptions > 0 or sequence.was_started) and not sequence.waits_for_quota
-            for sequence in self.waiting
-        )
-
     def is_due_before(self, sequence: Sequence) -> bool:
-        """Whether a sequence that waits in this queue, for room and not for its quota, comes before `sequence`."""
+        """Whether a sequence that waits in this queue, for room and not for its quota, comes before `sequence`.
+
+        Preempted ones, and choices that found no place in the batch, wait here too.
+        """
         ready = (other for other in self.waiting if not other.waits_for_quota)
         first = next(ready, None)
         return first is not None and first.priority.key < sequence.priority.key
@@ -214,9 +209,10 @@ class Scheduler:
 
     def _try_admit(self, sequence: Sequence, schedule: Schedule) -> Admission:
         unit = sequence.unit
-        num_seats = min(sum(member.num_seats for member in unit), self.max_running)
-        if schedule.num_tokens >= self.max_batched_tokens or self.num_seats_taken + num_seats > self.max_running:
+        if schedule.num_tokens >= self.max_batched_tokens or self.num_seats_taken >= self.max_running:
             return Admission.CLOSED
+        if not self.has_seats_for(sequence):
+            return self.refusal(sequence)
         was_swapped = sequence.swapped is not None
         if not was_swapped and self.defers_to_prefix(sequence, sequence.num_tokens - 1):
             return Admission.NO_ROOM if sequence.num_preemptions else Admission.DEFERRED
@@ -224,7 +220,7 @@ class Scheduler:
         room = take(unit, keep_watermark=bool(self.running))
         sequence.waits_for_quota = room is Room.OVER_QUOTA
         if room is not Room.ENOUGH:
-            return Admission.DEFERRED if room is Room.OVER_QUOTA else Admission.NO_ROOM
+            return Admission.OVER_QUOTA if room is Room.OVER_QUOTA else Admission.NO_ROOM
         if not was_swapped:
             self._count_admission(unit)
         for member in unit:
@@ -232,6 +228,17 @@ class Scheduler:
             if not was_swapped or member.num_uncomputed_tokens > 1:
                 self._append_chunk(schedule, member)
         return Admission.TAKEN
+
+    def has_seats_for(self, sequence: Sequence) -> bool:
+        """Whether the batch has places for a sequence and the beams it is or will be."""
+        num_seats = sum(member.num_seats for member in sequence.unit)
+        return self.num_seats_taken + num_seats <= self.max_running
+
+    def refusal(self, sequence: Sequence) -> Admission:
+        """What to say to a search for whose beams the batch has too few places, but has some."""
+        num_blocks = self.block_manager.num_blocks_for(sequence.num_tokens)
+        sequence.waits_for_quota = self.block_manager.is_over_quota(sequence, num_blocks)
+        return Admission.OVER_QUOTA if sequence.waits_for_quota else Admission.NO_ROOM
 
     def defers_to_prefix(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether another sequence is about to have the next block this one lacks: sooner than computing it anew.

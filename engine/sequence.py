@@ -127,11 +127,16 @@ class Sequence:
         return self.gang.members if self.gang is not None else [self]
 
     @property
-    def num_seats(self) -> int:
-        """Sequences of a batch it will be once its first tokens are known."""
+    def num_forks(self) -> int:
+        """Sequences that will fork from it once its first tokens are known."""
         if self.gang is not None or self.hold_after_prefill:
-            return 1
-        return self.beam.width if self.beam is not None else self.num_choices
+            return 0
+        return self.beam.width - 1 if self.beam is not None else self.num_choices - 1
+
+    @property
+    def num_seats(self) -> int:
+        """Places in the batch it cannot go on without: beams run together, choices wait for places one by one."""
+        return 1 + self.num_forks if self.beam is not None else 1
 
     @property
     def max_kv_tokens(self) -> int:

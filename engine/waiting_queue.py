@@ -20,6 +20,7 @@ class Admission(enum.Enum):
     TAKEN = "taken"
     NO_ROOM = "no_room"  # not this one, but a smaller one might fit
     DEFERRED = "deferred"  # it waits for something else than room: others go first without overtaking it
+    OVER_QUOTA = "over_quota"  # the same, for its tenant's quota, and so do all later ones of that tenant
     CLOSED = "closed"  # none at all for now
 
 
@@ -59,13 +60,18 @@ class WaitingQueue:
         admitted: list[Sequence] = []
         refused: list[Sequence] = []
         num_deferred = 0
+        over_quota: set[str] = set()  # tenants
         for sequence in list(self._sequences):
+            if sequence.tenant in over_quota:
+                continue
             outcome = try_admit(sequence)
             if outcome is Admission.CLOSED:
                 break
             if outcome is Admission.TAKEN:
                 admitted.append(sequence)
                 self._count_bypass(refused)
+            elif outcome is Admission.OVER_QUOTA:
+                over_quota.add(sequence.tenant)
             elif outcome is Admission.DEFERRED:
                 num_deferred += 1
             else:

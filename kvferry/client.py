@@ -102,7 +102,10 @@ _CACHE_FIELDS = ("bypass_prefix_cache", "cache_salt", "shared_salt")
 
 @dataclass(frozen=True, slots=True)
 class PinOptions:
-    """A prefix to pin, as a request would begin; `tenant` is for administrators, who may act for others."""
+    """A prefix to pin, as a request would begin; `tenant` is for administrators, who may act for others.
+
+    A conversation is pinned up to the end of its last message, without the beginning of an answer.
+    """
 
     name: str
     prompt: Prompt
@@ -117,6 +120,8 @@ class PinOptions:
         for name in ("name", "adapter", "tenant"):
             _set(request, name, getattr(self, name))
         _set_prompt(request, self.prompt)
+        if request.HasField("chat"):
+            request.chat.add_generation_prompt = False
         for name in ("cache_salt", "shared_salt"):
             _set(request.cache, f"cache.{name}", getattr(self, name) or None)
         return request

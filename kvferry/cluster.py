@@ -186,7 +186,8 @@ class LocalCluster:
                 raise FailedPrecondition(f"the router refuses worker {worker.id or worker.address}: {worker.reason}")
         if len(workers) < len(self._workers):
             return f"{len(workers)} of {len(self._workers)} workers are listed"
-        return "; ".join(f"{worker.address} is {worker.state}" for worker in workers if worker.state != "ready")
+        missing = (worker for worker in workers if worker.state != "ready")
+        return "; ".join(f"{worker.address or worker.id} is {worker.state}" for worker in missing)
 
 
 def _divided(config: Config, num_engines: int) -> Config:

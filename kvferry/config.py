@@ -15,6 +15,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -31,7 +32,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, Pydanti
 
 from kvferry.errors import InvalidArgument, NotFound
 from kvferry.host import memory_limit_bytes
-from kvferry.tomlout import Hidden, toml_document
+from kvferry.tomlout import Example, Hidden, toml_document
 
 ENV_PREFIX = "KVFERRY_"
 DEFAULT_FILE = Path("kvferry.toml")
@@ -298,6 +299,16 @@ class ShutdownConfig(_Frozen):
     """Time running requests get after SIGTERM."""
 
 
+EXAMPLE_TENANT: Mapping[str, object] = MappingProxyType(
+    {
+        "name": "search",
+        "api_keys": ("change-me-please",),
+        "admin": False,
+        "max_used_share": 0.5,
+        "max_cached_share": 0.25,
+    }
+)
+
 _TABLES_OF_LISTS: Mapping[str, type[BaseModel]] = {"tiers": TierConfig, "tenants": TenantConfig}
 
 DEFAULT_TIERS = (
@@ -433,7 +444,8 @@ def child_environment(num_threads: int) -> dict[str, str]:
 def to_toml(config: Config, *, show_keys: bool = False) -> str:
     """The effective values as TOML; `load_config` of it gives an equal Config, but for API keys that are hidden.
 
-    Above each key stands what it means. Unset values, and hidden ones, are comments.
+    Above each key stands what it means. Unset values, and hidden ones, are comments; so is an example of a tenant where
+    there is none.
     """
     values = config.model_dump(mode="json")
     for tenant, written in zip(config.tenants, values["tenants"], strict=True):
@@ -441,7 +453,7 @@ def to_toml(config: Config, *, show_keys: bool = False) -> str:
         written["api_keys"] = keys if show_keys or not keys else Hidden(len(keys))
     if config.client.api_key is not None:
         values["client"]["api_key"] = config.client.api_key.get_secret_value() if show_keys else Hidden(1)
-    values["tenants"] = values["tenants"] or None
+    values["tenants"] = values["tenants"] or Example(EXAMPLE_TENANT)
     return toml_document(values, _key_docs())
 
 

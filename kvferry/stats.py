@@ -50,7 +50,12 @@ class MemoryCounters:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Blocks by state (free, cached and used add up to `num_blocks`), queues, and counters that only grow."""
+    """Blocks by state (free, cached and used add up to `num_blocks`), queues, and counters that only grow.
+
+    Attributes:
+        num_integrity_faults: times the books of the pool proved wrong when they were checked.
+        num_unsound_hits: cached blocks whose contents had changed in memory when they were to be used.
+    """
 
     num_blocks: int
     num_free_blocks: int
@@ -65,6 +70,8 @@ class EngineStats:
     num_sampled_tokens: int
     num_evictions: int = 0
     num_pinned_blocks: int = 0
+    num_integrity_faults: int = 0
+    num_unsound_hits: int = 0
     memory: MemoryCounters = field(default_factory=MemoryCounters)
 
 

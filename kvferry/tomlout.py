@@ -15,13 +15,20 @@ class Hidden:
     count: int
 
 
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Stands for a list of tables that is empty; becomes a comment with a table as it could be."""
+
+    table: Mapping[str, Any]
+
+
 def toml_document(values: Mapping[str, Any], docs: Mapping[str, str] | None = None) -> str:
     """`values` as TOML: tables, lists of tables, strings, numbers, booleans, lists of these; None becomes a comment.
 
     `docs` maps `table` and `table.key` to the comment above it; of a list of tables the first gets them.
     """
     docs = docs or {}
-    plain = {key: value for key, value in values.items() if not _is_table(value) and not _is_table_list(value)}
+    plain = {key: value for key, value in values.items() if not _is_section(value)}
     parts = [_lines(plain, docs)] if plain else []
     for key, value in values.items():
         if _is_table(value):
@@ -29,7 +36,13 @@ def toml_document(values: Mapping[str, Any], docs: Mapping[str, str] | None = No
         elif _is_table_list(value):
             parts.append(f"{_comment(docs, key)}[[{key}]]\n{_lines(value[0], docs, key)}")
             parts.extend(f"[[{key}]]\n{_lines(item)}" for item in value[1:])
+        elif isinstance(value, Example):
+            parts.append(f"{_comment(docs, key)}# There is none. An example:\n{_example(key, value, docs)}")
     return "\n".join(parts)
+
+
+def _is_section(value: object) -> bool:
+    return _is_table(value) or _is_table_list(value) or isinstance(value, Example)
 
 
 def _is_table(value: object) -> bool:
@@ -46,6 +59,12 @@ def _lines(table: Mapping[str, Any], docs: Mapping[str, str] | None = None, name
         lines.append(_comment(docs or {}, f"{name}.{key}" if name else key))
         lines.append(_line(key, value))
     return "".join(lines)
+
+
+def _example(name: str, example: Example, docs: Mapping[str, str]) -> str:
+    """A table of which every line is a comment."""
+    text = f"[[{name}]]\n{_lines(example.table, docs, name)}"
+    return "".join(f"# {line}\n" for line in text.splitlines())
 
 
 def _line(key: str, value: object) -> str:

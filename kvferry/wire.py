@@ -205,7 +205,6 @@ def load_to_pb(stats: EngineStats, shipped: ShipCounters, *, num_waiting_grants:
         num_cached_blocks=stats.num_cached_blocks,
         num_used_blocks=stats.num_used_blocks,
         num_steps=stats.num_steps,
-        num_preemptions=stats.num_preemptions,
         num_prefill_tokens=stats.num_prefill_tokens,
         num_cached_tokens=stats.num_cached_tokens,
         num_sampled_tokens=stats.num_sampled_tokens,
@@ -220,6 +219,8 @@ def load_to_pb(stats: EngineStats, shipped: ShipCounters, *, num_waiting_grants:
         num_blocks_swapped_in=memory.num_blocks_swapped_in,
         num_blocks_copied=memory.num_blocks_copied,
         num_pinned_blocks=stats.num_pinned_blocks,
+        num_integrity_faults=stats.num_integrity_faults,
+        num_unsound_hits=stats.num_unsound_hits,
         tenant_hits=[
             worker_pb2.TenantHits(
                 tenant=tenant, num_queried_tokens=hits.num_queried_tokens, num_hit_tokens=hits.num_hit_tokens

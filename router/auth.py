@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvferry.config import Config
-from kvferry.errors import PermissionDenied, Unauthenticated
+from kvferry.errors import InvalidArgument, PermissionDenied, Unauthenticated
 
 AUTHORIZATION = "authorization"
 SCHEME = "bearer"
@@ -27,27 +27,15 @@ class Tenant:
     name: str
     is_admin: bool
 
-    def acting_for(self, named: str) -> str:
-        """The tenant a request of administration is about: the one it names, or its own.
-
-        Raises PermissionDenied when it names another and this is no administrator.
-        """
-        if named and named != self.name and not self.is_admin:
-            raise PermissionDenied(
-                f"tenant: only an administrator may name another tenant; this API key is tenant {self.name!r}'s",
-                field="tenant",
-            )
-        return named or self.name
-
 
 ANONYMOUS = Tenant("", is_admin=True)
 
 
 class Authenticator:
-    """Knows the keys of `config.tenants`, as digests."""
+    """Knows the tenants of `config`, and their keys as digests."""
 
     def __init__(self, config: Config) -> None:
-        self._is_open = not config.tenants
+        self._names = [tenant.name for tenant in config.tenants]
         self._owners = [
             (_digest(key.get_secret_value()), Tenant(tenant.name, tenant.admin))
             for tenant in config.tenants
@@ -60,7 +48,7 @@ class Authenticator:
         Raises:
             Unauthenticated: tenants are configured, and there is no key or one that nobody has.
         """
-        if self._is_open:
+        if not self._names:
             return ANONYMOUS
         digest = _digest(_key(metadata or ()))
         found: Tenant | None = None
@@ -70,6 +58,25 @@ class Authenticator:
         if found is None:
             raise Unauthenticated("the API key is not known to this router")
         return found
+
+    def acting_for(self, caller: Tenant, named: str) -> str:
+        """The tenant a request of administration is about: the one it names, or the caller's.
+
+        Raises:
+            PermissionDenied: it names another, and the caller is no administrator.
+            InvalidArgument: there is no tenant of this name; said to administrators only.
+        """
+        if not named or named == caller.name:
+            return caller.name
+        if not caller.is_admin:
+            raise PermissionDenied(
+                f"tenant: only an administrator may name another tenant; this API key is tenant {caller.name!r}'s",
+                field="tenant",
+            )
+        if named not in self._names:
+            known = ", ".join(self._names) or "none are configured"
+            raise InvalidArgument("tenant", f"there is no tenant {named!r}; known tenants: {known}")
+        return named
 
 
 def _digest(key: str) -> bytes:

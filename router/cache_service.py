@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvferry.errors import InvalidArgument, KvferryError, Unavailable
 from proto.kvferry.v1 import cache_pb2 as pb
@@ -18,7 +18,9 @@ from router.validation import Limits, Prompt, Request, validate
 from router.worker import MemberState, Worker
 
 if TYPE_CHECKING:  # subscripted at type-check time only; at run time the class is not generic
-    from grpc.aio import ServicerContext
+    from grpc.aio import ServicerContext, UnaryUnaryMultiCallable
+
+    from proto.kvferry.v1.cache_pb2_grpc import WorkerCacheServiceAsyncStub
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
 
@@ -28,7 +30,15 @@ MAX_PIN_NAME_CHARS = 128
 
 Tokenize = Callable[[Prompt, Limits], Coroutine[Any, Any, Sequence[int]]]
 
-_T = TypeVar("_T")
+_Question = TypeVar("_Question")
+_Answer = TypeVar("_Answer")
+_Entry = TypeVar("_Entry", pb.WorkerMemory, pb.WorkerBlocks)
+
+
+class _Counted(Protocol):
+    """What a worker answers to Flush, Pin and Unpin."""
+
+    num_blocks: int
 
 
 class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
@@ -63,10 +73,10 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         tenant = self._authenticator.tenant(context.invocation_metadata())
 
         async def ask(worker: Worker) -> pb.WorkerMemory:
-            memory = (await _call(worker, "Snapshot", pb.SnapshotRequest())).memory
-            return pb.WorkerMemory(memory=self._shown_to(tenant, memory))
+            response = await _call(worker, lambda stub: stub.Snapshot, pb.SnapshotRequest())
+            return pb.WorkerMemory(memory=self._shown_to(tenant, response.memory))
 
-        return pb.GetMemoryResponse(workers=await self._of_all(ask, pb.WorkerMemory))
+        return pb.GetMemoryResponse(workers=await self._of_all(tenant, ask, pb.WorkerMemory))
 
     async def FlushPrefixCache(
         self,
@@ -75,13 +85,17 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     ) -> pb.FlushPrefixCacheResponse:
         tenant = self._authenticator.tenant(context.invocation_metadata())
         everybody = tenant.is_admin and not request.tenant
-        flush = pb.FlushRequest(tenant=None if everybody else tenant.acting_for(request.tenant))
-        return pb.FlushPrefixCacheResponse(workers=await self._blocks_of_all("Flush", flush))
+        owner = self._authenticator.acting_for(tenant, request.tenant)
+        flush = pb.FlushRequest(tenant=None if everybody else owner)
+        return pb.FlushPrefixCacheResponse(
+            workers=await self._blocks_of_all(tenant, lambda worker: _call(worker, lambda stub: stub.Flush, flush))
+        )
 
     async def PinPrefix(
         self, request: pb.PinPrefixRequest, context: ServicerContext[pb.PinPrefixRequest, pb.PinPrefixResponse]
     ) -> pb.PinPrefixResponse:
-        owner = self._authenticator.tenant(context.invocation_metadata()).acting_for(request.tenant)
+        tenant = self._authenticator.tenant(context.invocation_metadata())
+        owner = self._authenticator.acting_for(tenant, request.tenant)
         _check_pin_name(request.name)
         limits = self._limits()
         prefix = _validated(request, limits)
@@ -97,54 +111,67 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         return pb.PinPrefixResponse(
             num_tokens=len(token_ids),
             num_full_blocks=len(token_ids) // limits.block_size,
-            workers=await self._blocks_of_all("Pin", pin),
+            workers=await self._blocks_of_all(tenant, lambda worker: _call(worker, lambda stub: stub.Pin, pin)),
         )
 
     async def UnpinPrefix(
         self, request: pb.UnpinPrefixRequest, context: ServicerContext[pb.UnpinPrefixRequest, pb.UnpinPrefixResponse]
     ) -> pb.UnpinPrefixResponse:
-        owner = self._authenticator.tenant(context.invocation_metadata()).acting_for(request.tenant)
+        tenant = self._authenticator.tenant(context.invocation_metadata())
+        owner = self._authenticator.acting_for(tenant, request.tenant)
         _check_pin_name(request.name)
         unpin = pb.UnpinRequest(name=request.name, tenant=owner)
-        return pb.UnpinPrefixResponse(workers=await self._blocks_of_all("Unpin", unpin))
+        return pb.UnpinPrefixResponse(
+            workers=await self._blocks_of_all(tenant, lambda worker: _call(worker, lambda stub: stub.Unpin, unpin))
+        )
 
     def _shown_to(self, tenant: Tenant, memory: pb.MemorySnapshot) -> pb.MemorySnapshot:
-        """Without other tenants' rows, unless an administrator asks; tiers with their names."""
+        """All of it to an administrator, tiers with their names; to others their own row: totals tell of neighbours."""
+        if not tenant.is_admin:
+            own = [row for row in memory.tenants if row.tenant == tenant.name]
+            return pb.MemorySnapshot(num_blocks=memory.num_blocks, block_size=memory.block_size, tenants=own)
         shown = pb.MemorySnapshot()
         shown.CopyFrom(memory)
         for tier in shown.tiers:
             tier.tier = self._tier_names.get(tier.rank, "")
-        if not tenant.is_admin:
-            own = [row for row in memory.tenants if row.tenant == tenant.name]
-            del shown.tenants[:]
-            shown.tenants.extend(own)
         return shown
 
-    async def _blocks_of_all(self, method: str, request: object) -> list[pb.WorkerBlocks]:
+    async def _blocks_of_all(
+        self, tenant: Tenant, call: Callable[[Worker], Coroutine[Any, Any, _Counted]]
+    ) -> list[pb.WorkerBlocks]:
         async def ask(worker: Worker) -> pb.WorkerBlocks:
-            return pb.WorkerBlocks(num_blocks=(await _call(worker, method, request)).num_blocks)
+            return pb.WorkerBlocks(num_blocks=(await call(worker)).num_blocks)
 
-        return await self._of_all(ask, pb.WorkerBlocks)
+        return await self._of_all(tenant, ask, pb.WorkerBlocks)
 
-    async def _of_all(self, ask: Callable[[Worker], Coroutine[Any, Any, _T]], failed: Callable[..., _T]) -> list[_T]:
-        """What every worker answers, its name filled in; `failed` makes the entry of one that does not."""
+    async def _of_all(
+        self, tenant: Tenant, ask: Callable[[Worker], Coroutine[Any, Any, _Entry]], make_entry: type[_Entry]
+    ) -> list[_Entry]:
+        """What every worker answers, with its name and, for administrators, address; an error where it does not."""
 
-        async def entry(worker: Worker) -> Any:
+        async def entry(worker: Worker) -> _Entry:
             try:
-                found: Any = await ask(worker)
+                found = await ask(worker)
             except KvferryError as error:
-                found = failed(error=error.message)
-            found.worker, found.role, found.address = worker.name, worker.role.value, worker.address
+                found = make_entry(error=error.message)
+            found.worker = worker.name if tenant.is_admin else worker.public_name
+            found.role = worker.role.value
+            found.address = worker.address if tenant.is_admin else ""
             return found
 
         return list(await asyncio.gather(*(entry(worker) for worker in self._membership.workers)))
 
 
-async def _call(worker: Worker, method: str, request: object) -> Any:
+async def _call(
+    worker: Worker,
+    method: Callable[[WorkerCacheServiceAsyncStub], UnaryUnaryMultiCallable[_Question, _Answer]],
+    request: _Question,
+) -> _Answer:
+    """Asks one worker; raises Unavailable for one that is not there or does not belong here."""
     if worker.state in (MemberState.CONNECTING, MemberState.REFUSED):
-        raise Unavailable(f"{worker.address} is {worker.state.value}: {worker.reason}")
+        raise Unavailable(f"{worker.state.value}: {worker.reason}")
     stub = cache_pb2_grpc.WorkerCacheServiceStub(worker.channel.grpc)
-    return await worker.channel.unary(getattr(stub, method), request, timeout_s=WORKER_TIMEOUT_S)
+    return await worker.channel.unary(method(stub), request, timeout_s=WORKER_TIMEOUT_S)
 
 
 def _validated(request: pb.PinPrefixRequest, limits: Limits) -> Request:

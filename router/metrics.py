@@ -42,6 +42,12 @@ COUNTERS = (
     ("evictions", "num_evictions", "Cached blocks whose contents were given up, for room or by a quota."),
     ("recomputed_tokens", "num_recomputed_tokens", "Tokens whose KV was dropped and not found cached again."),
     ("blocks_copied", "num_blocks_copied", "Blocks copied on write."),
+    ("integrity_faults", "num_integrity_faults", "Times the books of the pool proved wrong when they were checked."),
+    (
+        "unsound_blocks",
+        "num_unsound_hits",
+        "Cached blocks that had changed in memory, found out before they were used.",
+    ),
 )
 """Metric, field of WorkerLoad, and what it counts."""
 PREEMPTIONS = MappingProxyType({"recompute": "num_recompute_preemptions", "swap": "num_swap_preemptions"})

@@ -147,8 +147,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: pb.ListWorkersRequest, context: ServicerContext[pb.ListWorkersRequest, pb.ListWorkersResponse]
     ) -> pb.ListWorkersResponse:
         del request
-        self._authenticator.tenant(context.invocation_metadata())
-        return pb.ListWorkersResponse(workers=[worker.to_pb() for worker in self._parts.membership.workers])
+        tenant = self._authenticator.tenant(context.invocation_metadata())
+        workers = self._parts.membership.workers
+        return pb.ListWorkersResponse(workers=[worker.to_pb(shows_place=tenant.is_admin) for worker in workers])
 
     def _runs_of(self, tenant: Tenant) -> list[RequestRun]:
         """Running requests that `tenant` may end."""

@@ -122,6 +122,11 @@ class Worker:
         return self.status.worker_id if self.status is not None and self.status.worker_id else self.address
 
     @property
+    def public_name(self) -> str:
+        """Its own name, its role until it told one: never where it runs."""
+        return self.name if self.name != self.address else self.role.value
+
+    @property
     def load(self) -> int:
         """How busy it is: what this router runs there and what it reports itself."""
         reported = self.status.load.num_running + self.status.load.num_waiting if self.status is not None else 0
@@ -140,19 +145,19 @@ class Worker:
         finally:
             self.num_requests -= 1
 
-    def to_pb(self) -> inference_pb2.WorkerInfo:
-        """The worker as `ListWorkers` shows it."""
+    def to_pb(self, *, shows_place: bool = True) -> inference_pb2.WorkerInfo:
+        """The worker as `ListWorkers` shows it; without `shows_place` lacking process id and address."""
         info = inference_pb2.WorkerInfo(
-            id=self.name,
+            id=self.name if shows_place else self.public_name,
             role=self.role.value,
-            address=self.address,
+            address=self.address if shows_place else "",
             state=self.state.value,
             reason=self.reason,
             num_requests=self.num_requests,
         )
         if self.status is not None and self.state is not MemberState.CONNECTING:
             load = self.status.load
-            info.pid = self.status.pid
+            info.pid = self.status.pid if shows_place else 0
             info.num_blocks = load.num_blocks
             info.num_available_blocks = load.num_free_blocks + load.num_cached_blocks
         return info

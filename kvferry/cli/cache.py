@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from google.protobuf import json_format
 
-from kvferry.cli.console import write_json, write_table
+from kvferry.cli.console import note, write_json, write_table
 from kvferry.cli.generate import prompt_of
 from kvferry.cli.options import (
     ApiKeyOption,
@@ -21,14 +21,17 @@ from kvferry.cli.options import (
     router_of,
 )
 from kvferry.cli.router import connected
-from kvferry.client import Client, PinOptions
-from kvferry.errors import Unavailable
+from kvferry.client import ChatMessage, Client, PinOptions, Prompt
+from kvferry.errors import InvalidArgument, NotFound, Unavailable
 from kvferry.rpc import run
 from proto.kvferry.v1 import cache_pb2
 
 TenantOption = Annotated[
     str, typer.Option("--tenant", metavar="NAME", help="Whose blocks, for administrators; the API key's tenant.")
 ]
+
+EXAMPLE_SYSTEM = "You answer in one short sentence, in plain words, and say so when you do not know the answer."
+"""Of the help: long enough for a block of the default size."""
 
 _T = TypeVar("_T")
 
@@ -40,8 +43,8 @@ def make_app() -> typer.Typer:
     )
     app.command("stats", epilog="Example: kvferry cache stats --target 127.0.0.1:50051 --json")(stats)
     app.command("flush", epilog="Example: kvferry cache flush --tenant search")(flush)
-    app.command("pin", epilog='Example: kvferry cache pin system-prompt "You answer in one sentence."')(pin)
-    app.command("unpin", epilog="Example: kvferry cache unpin system-prompt")(unpin)
+    app.command("pin", epilog=f'Example: kvferry cache pin brief --system "{EXAMPLE_SYSTEM}"')(pin)
+    app.command("unpin", epilog="Example: kvferry cache unpin brief")(unpin)
     return app
 
 
@@ -52,15 +55,21 @@ def stats(
     config: ConfigOption = None,
     settings: SetOption = None,
 ) -> None:
-    """Shows the KV memory of every worker: blocks, waste, hits by tenant, evictions, preemptions, swaps."""
+    """Shows the KV memory of every worker: blocks, waste, hits by tenant, evictions, preemptions, swaps.
+
+    A tenant that is no administrator sees its own figures only.
+    """
     workers = _ask(router_of(target, api_key, configuration(config, settings)), Client.memory)
     if as_json:
         write_json([_json(worker) for worker in workers])
     else:
-        write_table(_memory_columns(workers), title="blocks")
-        write_table(_cost_columns(workers), title="since each worker's start")
+        has_totals = any(_has_totals(worker.memory) for worker in workers)
+        if has_totals:
+            write_table(_memory_columns(workers), title="blocks")
+            write_table(_cost_columns(workers), title="since each worker's start")
         write_table(_tenant_columns(workers), title="tenants")
-        write_table(_holder_columns(workers), title="who holds the used blocks")
+        if has_totals:
+            write_table(_holder_columns(workers), title="who holds the used blocks")
     _fail_if_any(workers)
 
 
@@ -77,7 +86,10 @@ def flush(
     An administrator flushes everybody's blocks unless --tenant says whose; others flush their own.
     """
     router = router_of(target, api_key, configuration(config, settings))
-    _show_blocks("flushed", _ask(router, lambda client: client.flush_prefix_cache(tenant=tenant)), as_json=as_json)
+    workers = _ask(router, lambda client: client.flush_prefix_cache(tenant=tenant))
+    _show_blocks("flushed", workers, as_json=as_json)
+    if not _num_blocks(workers):
+        note("nothing was cached")
 
 
 def pin(
@@ -85,6 +97,9 @@ def pin(
     prompt: Annotated[str | None, typer.Argument(help="Text of the prefix; - reads standard input.")] = None,
     prompt_token_ids: Annotated[
         str | None, typer.Option("--prompt-token-ids", metavar="1,2,3", help="Token ids instead of text.")
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="System prompt of conversations, instead of text.")
     ] = None,
     adapter: Annotated[str, typer.Option("--adapter", help="Adapter the prefix was computed with.")] = "",
     cache_salt: Annotated[str, typer.Option("--cache-salt", help="Salt the prefix was computed with.")] = "",
@@ -96,10 +111,13 @@ def pin(
     config: ConfigOption = None,
     settings: SetOption = None,
 ) -> None:
-    """Keeps the full blocks of a prefix that are cached now from eviction. Run a request that begins with it first."""
+    """Keeps the full blocks of a prefix that are cached now from eviction. Run a request that begins with it first.
+
+    For --system that is `kvferry chat --system` with the same text.
+    """
     options = PinOptions(
         name,
-        prompt_of(prompt, prompt_token_ids),
+        _prefix_of(prompt, prompt_token_ids, system),
         adapter=adapter,
         cache_salt=cache_salt,
         shared_salt=shared_salt,
@@ -108,7 +126,11 @@ def pin(
     router = router_of(target, api_key, configuration(config, settings))
     response = _ask(router, lambda client: client.pin_prefix(options))
     heading = f"pinned of {response.num_full_blocks} ({response.num_tokens} tokens)"
-    _show_blocks(heading, tuple(response.workers), as_json=as_json)
+    _show_blocks(heading, response.workers, as_json=as_json)
+    if not response.num_full_blocks:
+        raise InvalidArgument("prompt", f"nothing is pinned: {response.num_tokens} tokens are shorter than one block")
+    if not _num_blocks(response.workers):
+        raise NotFound("nothing is pinned: the prefix is not cached on any worker; run a request with it first")
 
 
 def unpin(
@@ -122,7 +144,17 @@ def unpin(
 ) -> None:
     """Ends a pin; its blocks stay cached until room is needed."""
     router = router_of(target, api_key, configuration(config, settings))
-    _show_blocks("unpinned", _ask(router, lambda client: client.unpin_prefix(name, tenant=tenant)), as_json=as_json)
+    workers = _ask(router, lambda client: client.unpin_prefix(name, tenant=tenant))
+    _show_blocks("unpinned", workers, as_json=as_json)
+    if not _num_blocks(workers):
+        raise NotFound(f"there is no pin {name!r} on any worker")
+
+
+def _prefix_of(prompt: str | None, prompt_token_ids: str | None, system: str | None) -> Prompt:
+    """What to pin; exactly one source must be given."""
+    if sum(source is not None for source in (prompt, prompt_token_ids, system)) != 1:
+        raise typer.BadParameter("give one of PROMPT, --prompt-token-ids and --system")
+    return prompt_of(prompt, prompt_token_ids) if system is None else [ChatMessage("system", system)]
 
 
 def _ask(router: RouterTarget, question: Callable[[Client], Coroutine[Any, Any, _T]]) -> _T:
@@ -141,6 +173,10 @@ def _show_blocks(heading: str, workers: Sequence[cache_pb2.WorkerBlocks], *, as_
         columns[heading] = [worker.error or str(worker.num_blocks) for worker in workers]
         write_table(columns)
     _fail_if_any(workers)
+
+
+def _num_blocks(workers: Sequence[cache_pb2.WorkerBlocks]) -> int:
+    return sum(worker.num_blocks for worker in workers)
 
 
 def _fail_if_any(workers: Sequence[cache_pb2.WorkerBlocks | cache_pb2.WorkerMemory]) -> None:
@@ -176,6 +212,11 @@ def _answered(workers: Sequence[cache_pb2.WorkerMemory]) -> list[cache_pb2.Worke
     return [worker for worker in workers if not worker.error]
 
 
+def _has_totals(memory: cache_pb2.MemorySnapshot) -> bool:
+    """Whether it tells of all tenants: blocks by state add up to the pool, unless they are left out."""
+    return memory.num_free_blocks + memory.num_cached_blocks + memory.num_used_blocks > 0
+
+
 def _memory_columns(workers: Sequence[cache_pb2.WorkerMemory]) -> dict[str, list[str]]:
     known = _answered(workers)
     memories = [worker.memory for worker in known]
@@ -184,7 +225,7 @@ def _memory_columns(workers: Sequence[cache_pb2.WorkerMemory]) -> dict[str, list
         "cached": [str(memory.num_cached_blocks) for memory in memories],
         "used": [str(memory.num_used_blocks) for memory in memories],
         "pinned": [str(memory.num_pinned_blocks) for memory in memories],
-        "of": [f"{memory.num_blocks} × {memory.block_size} tokens" for memory in memories],
+        "of": [_pool(memory) for memory in memories],
         "tail waste, tokens": [str(memory.num_tail_slots) for memory in memories],
         "fragmentation": [f"{memory.fragmentation:.1%}" for memory in memories],
         "swapped out": [f"{memory.num_used_swap_blocks} of {memory.num_swap_blocks}" for memory in memories],
@@ -216,7 +257,12 @@ def _tenant_columns(workers: Sequence[cache_pb2.WorkerMemory]) -> dict[str, list
         "cached": [_of(tenant.num_cached_blocks, tenant, "max_cached_blocks") for _, tenant in rows],
         "pinned": [str(tenant.num_pinned_blocks) for _, tenant in rows],
         "hits, tokens": [_hits(tenant) for _, tenant in rows],
+        "pool": [_pool(worker.memory) for worker, _ in rows],
     }
+
+
+def _pool(memory: cache_pb2.MemorySnapshot) -> str:
+    return f"{memory.num_blocks} × {memory.block_size} tokens"
 
 
 def _of(num_blocks: int, tenant: cache_pb2.TenantMemory, quota: str) -> str:

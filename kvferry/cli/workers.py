@@ -34,22 +34,23 @@ def workers(
     config: ConfigOption = None,
     settings: SetOption = None,
 ) -> None:
-    """Lists the workers of a router and their state."""
+    """Lists the workers of a router and their state; where they run is for administrators."""
     found = run(_ask(router_of(target, api_key, configuration(config, settings))))
     if as_json:
         write_json([worker_json(worker) for worker in found])
         return
-    write_table(
-        {
-            "id": [worker.id for worker in found],
-            "role": [worker.role for worker in found],
-            "state": [f"{worker.state}: {worker.reason}" if worker.reason else worker.state for worker in found],
-            "pid": [str(worker.pid) for worker in found],
-            "address": [worker.address for worker in found],
-            "requests": [str(worker.num_requests) for worker in found],
-            "free blocks": [f"{worker.num_available_blocks} of {worker.num_blocks}" for worker in found],
-        }
-    )
+    columns = {
+        "id": [worker.id for worker in found],
+        "role": [worker.role for worker in found],
+        "state": [f"{worker.state}: {worker.reason}" if worker.reason else worker.state for worker in found],
+    }
+    if any(worker.address for worker in found):
+        columns |= {"pid": [str(worker.pid) for worker in found], "address": [worker.address for worker in found]}
+    columns |= {
+        "requests": [str(worker.num_requests) for worker in found],
+        "free blocks": [f"{worker.num_available_blocks} of {worker.num_blocks}" for worker in found],
+    }
+    write_table(columns)
 
 
 def worker_json(worker: inference_pb2.WorkerInfo) -> dict[str, object]:

@@ -13,11 +13,14 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
+from kvferry.cli.cache import EXAMPLE_SYSTEM
 from kvferry.client import Client, GenerateOptions
 from kvferry.config import TenantConfig
+from router.text.chat_template import ChatMessage
+from router.text.tokenizer import TextTokenizer
 from router.worker import Worker
 from tests.support.deployment import chat_folder, deployment_config, running_deployment
-from tests.support.workers import until
+from tests.support.workers import core_of, until
 
 pytestmark = pytest.mark.processes
 
@@ -26,12 +29,13 @@ PROMPT = list(range(1, 14))
 PROMPT_IDS = ",".join(map(str, PROMPT))
 
 
-async def kvferry(*arguments: str, **variables: str) -> tuple[int, str, str]:
+async def kvferry(*arguments: str, stdin: str = "", **variables: str) -> tuple[int, str, str]:
     """Not by the event loop's own subprocesses, which fork under the feet of gRPC's threads in this process."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
     done = await asyncio.to_thread(
         subprocess.run,
         [sys.executable, "-m", "kvferry.cli.app", *arguments],
+        input=stdin,
         capture_output=True,
         text=True,
         timeout=60.0,
@@ -76,11 +80,51 @@ async def test_stats_pin_unpin_and_flush(tmp_path: Path) -> None:
 
         code, stdout, _ = await kvferry("cache", "stats", *target, "--api-key", ROOT_KEY, COLUMNS="200")
         assert code == 0 and "3 of 64" in stdout and "0 of 13 (0.0%)" in stdout
+        code, stdout, _ = await kvferry("cache", "stats", *target, "--api-key", KEY, COLUMNS="200")
+        assert code == 0 and "3 of 64" in stdout and "128 × 4 tokens" in stdout
+        assert "evictions" not in stdout and "free" not in stdout, "totals of all tenants, or zeros instead"
+        code, stdout, _ = await kvferry("workers", *target, "--api-key", KEY)
+        assert code == 0 and "decode-0" in stdout and "pid" not in stdout and "127.0.0.1" not in stdout
         code, stdout, _ = await kvferry("cache", "unpin", "sys", *target, "--api-key", KEY)
         assert code == 0 and stdout.count(" 3 ") == 2
-        code, stdout, _ = await kvferry("cache", "flush", *target, "--api-key", ROOT_KEY, "--json")
-        assert code == 0 and all(worker["num_blocks"] >= 3 for worker in json.loads(stdout))
+        code, stdout, stderr = await kvferry("cache", "flush", *target, "--api-key", ROOT_KEY, "--json")
+        assert (code, stderr) == (0, "") and all(worker["num_blocks"] >= 3 for worker in json.loads(stdout))
         await deployment.assert_idle()
+
+
+async def test_a_system_prompt_is_pinned_as_chats_send_it(tmp_path: Path) -> None:
+    config = deployment_config(chat_folder(tmp_path / "model"))
+    async with running_deployment(config) as deployment:
+        target = ("--target", deployment.router.address)
+        pin = ("cache", "pin", "brief", "--system", EXAMPLE_SYSTEM, *target)
+        code, _, stderr = await kvferry(*pin)
+        assert code == 1 and "not cached on any worker; run a request with it first" in stderr
+        code, _, stderr = await kvferry("chat", "--system", EXAMPLE_SYSTEM, "--max-tokens", "2", *target, stdin="hi\n")
+        assert (code, stderr) == (0, "")
+        code, stdout, _ = await kvferry(*pin, "--json")
+        pinned = [worker["num_blocks"] for worker in json.loads(stdout)]
+        tokenizer = TextTokenizer.load(tmp_path / "model")
+        prefix = tokenizer.encode_chat([ChatMessage("system", EXAMPLE_SYSTEM)], add_generation_prompt=False)
+        assert code == 0 and pinned == 2 * [len(prefix) // 4]
+        assert [core_of(worker).pool.num_pinned for worker in deployment.decode] == [len(prefix) // 4]
+        code, _, _ = await kvferry("cache", "unpin", "brief", *target)
+        assert code == 0
+        await deployment.assert_idle()
+
+
+async def test_what_did_nothing_says_so(tmp_path: Path) -> None:
+    async with running_deployment(deployment_config(chat_folder(tmp_path / "model"))) as deployment:
+        target = ("--target", deployment.router.address)
+        for arguments, code, words in (
+            (("pin", "x", "--prompt-token-ids", "1,2,3"), 1, "error: prompt: nothing is pinned: 3 tokens are shorter"),
+            (("unpin", "nobody"), 1, "error: there is no pin 'nobody' on any worker"),
+            (("flush",), 0, "nothing was cached"),
+            (("flush", "--tenant", "x"), 1, "error: tenant: there is no tenant 'x'; known tenants: none are"),
+            (("pin", "x"), 2, "give one of PROMPT, --prompt-token-ids and --system"),
+            (("pin", "x", "text", "--system", "more"), 2, "give one of PROMPT, --prompt-token-ids and --system"),
+        ):
+            found, _, stderr = await kvferry("cache", *arguments, *target, COLUMNS="200")
+            assert (found, words in stderr) == (code, True), stderr
 
 
 async def test_a_worker_that_is_gone_is_told_and_the_others_are_flushed(tmp_path: Path) -> None:
@@ -124,6 +168,8 @@ async def test_the_figures_are_on_metrics(tmp_path: Path) -> None:
             f'swapped_blocks_total{{address="{prefill.address}",kind="out",role="prefill"',
             f"recomputed_tokens_total{{{labels}",
             f"blocks_copied_total{{{labels}",
+            f"integrity_faults_total{{{labels}",
+            f"unsound_blocks_total{{{labels}",
             f"pinned_blocks{{{labels}",
         ):
             assert samples[f'kvferry_worker_{name},worker="prefill-0"}}'] == 0

@@ -14,7 +14,7 @@ from pydantic import SecretStr
 
 from kvferry.client import Client, Completion, GenerateOptions, PinOptions, Prompt
 from kvferry.config import Config, TenantConfig
-from kvferry.errors import PermissionDenied, ResourceExhausted, Unauthenticated
+from kvferry.errors import InvalidArgument, PermissionDenied, ResourceExhausted, Unauthenticated
 from kvferry.rpc import RpcChannel
 from proto.kvferry.v1 import cache_pb2, inference_pb2, inference_pb2_grpc
 from tests.support.deployment import chat_folder, deployment_config, running_deployment
@@ -211,7 +211,7 @@ async def test_a_pin_survives_eviction_pressure(tenants: Tenants) -> None:
         await tenants.ask("b", prompt(seed))
     assert await tenants.cached("a", prompt(2)) == 0, "the pressure was not enough to evict"
     assert await tenants.cached("a", prompt(1)) == 4 * PROMPT_BLOCKS
-    assert [memory.num_pinned_blocks for memory in await tenants.memory("a")] == [PROMPT_BLOCKS, PROMPT_BLOCKS]
+    assert [memory.num_pinned_blocks for memory in await tenants.memory("root")] == [PROMPT_BLOCKS, PROMPT_BLOCKS]
     assert [worker.num_blocks for worker in await tenants.clients["b"].unpin_prefix("system")] == [0, 0]
     assert [worker.num_blocks for worker in await client.unpin_prefix("system")] == [PROMPT_BLOCKS, PROMPT_BLOCKS]
     for seed in range(200, 230):
@@ -269,7 +269,7 @@ async def test_a_running_sequence_is_seen_with_its_waste_and_tier(tmp_path: Path
             async for event in events:
                 if event.delta.token_index > 4:
                     break
-            _, decode = await tenants.memory("a")
+            _, decode = await tenants.memory("root")
             assert decode.num_used_blocks > PROMPT_BLOCKS
             assert [(tier.tier, tier.num_used_blocks) for tier in decode.tiers] == [("batch", decode.num_used_blocks)]
             assert dict(decode.ref_counts) == {1: decode.num_used_blocks}
@@ -279,8 +279,40 @@ async def test_a_running_sequence_is_seen_with_its_waste_and_tier(tmp_path: Path
             assert decode.fragmentation == pytest.approx(1 - decode.num_filled_slots / num_slots)
 
 
-async def test_a_tenant_sees_only_its_own_row(tenants: Tenants) -> None:
+async def test_a_tenant_sees_only_its_own_row_and_the_size_of_the_pool(tenants: Tenants) -> None:
     for tenant in ("a", "b"):
         await tenants.ask(tenant, prompt(1))
-    assert {row.tenant for memory in await tenants.memory("a") for row in memory.tenants} == {"a"}
+    for memory in await tenants.memory("a"):
+        (row,) = memory.tenants
+        assert row.tenant == "a" and row.num_cached_blocks >= PROMPT_BLOCKS and row.num_queried_tokens > 0
+        shown = {field.name for field, _ in memory.ListFields()}
+        assert shown == {"num_blocks", "block_size", "tenants"}, "totals tell of the other tenants"
     assert {row.tenant for memory in await tenants.memory("root") for row in memory.tenants} >= {"a", "b", "small"}
+
+
+async def test_where_workers_run_is_for_administrators(tenants: Tenants) -> None:
+    async def shown_to(name: str) -> list[tuple[str, bool, bool]]:
+        client = tenants.clients[name]
+        blocks: list[cache_pb2.WorkerBlocks | cache_pb2.WorkerMemory] = [*await client.memory()]
+        blocks += await client.flush_prefix_cache(tenant=name)
+        pinned = await client.pin_prefix(PinOptions("x", prompt(1)))
+        blocks += [*pinned.workers, *await client.unpin_prefix("x")]
+        assert [entry.worker for entry in blocks] == 4 * ["prefill-0", "decode-0"]
+        workers = [(worker.id, bool(worker.address), worker.pid > 0) for worker in await client.workers()]
+        assert {bool(entry.address) for entry in blocks} == {workers[0][1]}
+        return workers
+
+    assert await shown_to("a") == [("prefill-0", False, False), ("decode-0", False, False)]
+    assert await shown_to("root") == [("prefill-0", True, True), ("decode-0", True, True)]
+
+
+async def test_an_unknown_tenant_is_named_to_administrators(tenants: Tenants) -> None:
+    client = tenants.clients["root"]
+    for call in (
+        client.flush_prefix_cache(tenant="nobody"),
+        client.pin_prefix(PinOptions("x", prompt(1), tenant="nobody")),
+        client.unpin_prefix("x", tenant="nobody"),
+    ):
+        with pytest.raises(InvalidArgument, match="no tenant 'nobody'; known tenants: root, a, b, small") as caught:
+            await call
+        assert caught.value.field == "tenant"

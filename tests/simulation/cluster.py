@@ -17,7 +17,7 @@ from tests.simulation.oracle import BLOCK_SIZE, SCRIPT, BlockOracle
 from tests.simulation.prefill_shell import PrefillCall, PrefillWorker
 from tests.simulation.router_shell import Membership, NewLifecycle, Outages, RequestRun
 from tests.simulation.shipment import FrameFaults
-from tests.simulation.workload import MAX_OUTPUT_TOKENS, MAX_PROMPT_TOKENS, RequestPlan, draw_requests
+from tests.simulation.workload import LEAST_BLOCKS, RequestPlan, draw_requests
 from tests.simulation.world import MS, InvariantViolation, World
 
 MAX_EVENTS = 200_000
@@ -25,9 +25,6 @@ MAX_EVENTS = 200_000
 
 TIME_LIMIT_NS = 5_000 * MS
 """Longest a request may take in virtual time, faults and all."""
-
-LEAST_BLOCKS = -(-(MAX_PROMPT_TOKENS + MAX_OUTPUT_TOKENS - 1) // BLOCK_SIZE)
-"""The longest request fits alone, with nothing to spare."""
 
 Worker = PrefillWorker | DecodeWorker
 
@@ -104,7 +101,7 @@ class Cluster:
         self._workers: dict[str, Worker] = {}
         for name in (*prefill, *decode):
             self._start(name)
-        self._runs = [self._draw_run(plan) for plan in draw_requests(self._rng)]
+        self._runs = [self._draw_run(plan) for plan in draw_requests(self._rng, self._limits.max_running)]
         self._schedule_faults()
 
     # -- building ----------------------------------------------------------------------------------------------------
@@ -140,7 +137,7 @@ class Cluster:
 
     def _draw_run(self, plan: RequestPlan) -> RequestRun:
         some_core = next(iter(self._workers.values())).core
-        for token_ids in plan.all_tokens:
+        for token_ids in plan.computed:
             self._oracle.expect(some_core.hash_root(cache_salt=plan.cache_salt), token_ids)
         run = RequestRun(plan, self._router, self._network, self._membership, self._outages, self._parts.new_lifecycle)
         self.world.at(plan.arrival_ns, self._router.run, run.start)
@@ -241,6 +238,12 @@ class Cluster:
         due, kind = plan.expected, plan.finish
         if plan.stop_after is not None:
             due, kind = plan.expected[: plan.stop_after], Finish(FinishKind.STOP_STRING, stop_string="stop")
+        logprob = run.logprobs.get(choice)
+        if logprob != plan.cumulative_logprob:
+            raise InvariantViolation(
+                f"{run.plan.request_id}, choice {choice}, has log-probability {logprob}; "
+                f"right is {plan.cumulative_logprob}"
+            )
         if finish != kind or tuple(received) != due:
             raise InvariantViolation(
                 f"{run.plan.request_id}, choice {choice}, finished with {finish} and {received}; "
@@ -267,6 +270,8 @@ class Cluster:
             counts["requests"] += 1
             counts["attempts"] += run.num_attempts
             counts["choices"] += len(run.plan.choices)
+            counts["beam searches"] += run.plan.beam is not None
+            counts["beam searches completed"] += run.plan.beam is not None and bool(run.logprobs)
             if run.error is not None:
                 counts[f"ended: {type(run.error).__name__}"] += 1
             for finish in run.finishes.values():

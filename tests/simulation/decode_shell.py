@@ -12,14 +12,14 @@ from itertools import zip_longest
 from decode_svc.admission import DecodeAdmission, Reservation
 from engine.core import EngineCore
 from engine.forward_batch import SampledToken
-from engine.outputs import GrantMade, Output, SequenceCommitted, SequenceFailed, TokenSampled
+from engine.outputs import BeamsFinished, GrantMade, Output, SequenceCommitted, SequenceFailed, TokenSampled
 from engine.specs import sequence_from_spec
 from kvferry.block_digest import block_digest
 from kvferry.errors import FailedPrecondition, KvferryError, NotFound, Unavailable
 from kvferry.spec import SequenceSpec
 from kvtransfer.messages import Offer
 from kvtransfer.transport import CommitOutcome, Grant
-from router.events import Committed, Registered, Tokens
+from router.events import BeamsFound, Committed, Hypothesis, Registered, Tokens
 from tests.simulation.engine_host import Command, EngineHost, PendingCommand
 from tests.simulation.messages import DecodeStart, DecodeStop
 from tests.simulation.network import End, Life, StreamHandler
@@ -258,6 +258,10 @@ class DecodeCall:
         elif isinstance(output, SequenceCommitted):
             self._end.send(Committed(self._spec.id.attempt))
             self._choices &= set(output.choices)
+        elif isinstance(output, BeamsFinished):
+            found = tuple(Hypothesis(one.token_ids, one.finish, one.cumulative_logprob) for one in output.beams)
+            self._end.send(BeamsFound(self._spec.id.attempt, found))
+            self._finish()
         elif isinstance(output, SequenceFailed):
             self._send(tokens)
             if not self._is_over:

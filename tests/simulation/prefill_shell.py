@@ -20,6 +20,7 @@ from prefill_svc.task import (
     PrefillTask,
     ReportDone,
     ReportFirstToken,
+    ReportPromptComputed,
     ShipFirstTokens,
     ShipTokens,
     TaskAction,
@@ -107,6 +108,8 @@ class PrefillCall:
                     self._shipment.on_first_tokens(action.token_ids, action.logprobs)
             case CancelShipment():
                 pass  # the call ends with the next action, and the shipment with it
+            case ReportPromptComputed():
+                pass  # figures only: a beam search has no first tokens
             case ReportFirstToken():
                 first = FirstToken(attempt, action.token_index, action.token_id, action.finish, action.choice)
                 self._end.send(first)

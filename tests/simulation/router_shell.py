@@ -1,4 +1,4 @@
-"""The router: real `RequestLifecycle`s in a shell like `router/lifecycle_run.py`, and what the client sees of a request.
+"""The router: real `RequestLifecycle`s in a shell like `router/lifecycle_run.py`, and what the client sees of it all.
 
 A request has one lifecycle, or after a split one for each choice that is not over. What workers send becomes an event a
 little later, so events of an attempt may arrive after it was given up.
@@ -15,6 +15,7 @@ from kvferry.spec import AttemptId, SequenceSpec
 from router.events import (
     Abort,
     Action,
+    BeamsFound,
     CancelDecode,
     CancelPrefill,
     ChooseWorkers,
@@ -99,8 +100,9 @@ class WorkerCall:
         self._is_stopped = False
 
     def on_message(self, message: object) -> None:
-        assert isinstance(message, Registered | FirstToken | PrefillDone | Committed | Tokens)
-        if isinstance(message, PrefillDone) or (isinstance(message, Tokens) and message.finish is not None):
+        assert isinstance(message, Registered | FirstToken | PrefillDone | Committed | Tokens | BeamsFound)
+        is_end = isinstance(message, Tokens) and message.finish is not None
+        if is_end or isinstance(message, PrefillDone | BeamsFound):
             self._has_finish = True
         self._run.post(message)
 
@@ -130,6 +132,7 @@ class RequestRun:
     Attributes:
         received: output tokens the client got, by choice.
         finishes: how choices ended.
+        logprobs: log-probabilities that came with them.
         error: how the request ended, if not well.
         ended_at_ns: when.
     """
@@ -153,6 +156,7 @@ class RequestRun:
         self.started_at_ns: dict[int, int] = {}  # by attempt
         self.received: list[list[int]] = [[] for _ in plan.choices]
         self.finishes: dict[int, Finish] = {}
+        self.logprobs: dict[int, float] = {}
         self.error: KvferryError | None = None
         self.ended_at_ns = 0
         self.is_interrupted = False
@@ -224,7 +228,7 @@ class RequestRun:
         self._world.counts["tokens"] += len(action.token_ids)
         self._look_for_stop(action.choice)
 
-    def finish(self, choice: int, finish: Finish) -> None:
+    def finish(self, choice: int, finish: Finish, cumulative_logprob: float | None) -> None:
         """A choice ends."""
         if self.error is not None or choice in self.finishes:
             raise InvariantViolation(f"{self.plan.request_id}, choice {choice}, ended twice: then {finish}")
@@ -232,6 +236,8 @@ class RequestRun:
             finish = self._stop_finish()  # the text wins over the worker's word for the same or a later token
             del self.received[choice][self.plan.choices[choice].stop_after :]
         self.finishes[choice] = finish
+        if cumulative_logprob is not None:
+            self.logprobs[choice] = cumulative_logprob
         self.ended_at_ns = self._world.now_ns
 
     def fail(self, error: KvferryError) -> None:
@@ -288,6 +294,7 @@ class LifecycleRun:
             run.plan.prompt,
             run.plan.sampling.max_tokens,
             num_choices=len(run.plan.choices),
+            is_beam_search=run.plan.beam is not None,
             resumes=resumes,
             attempts=run.attempts,
             local_prefill=not run.membership.prefill,
@@ -346,8 +353,8 @@ class LifecycleRun:
                 self._decode[attempt].cancel()
             case SendStop(attempt=attempt):
                 self._decode[attempt].stop(action)
-            case Finished(finish=finish, choice=choice):
-                self._run.finish(choice, finish)
+            case Finished(finish=finish, choice=choice, cumulative_logprob=logprob):
+                self._run.finish(choice, finish, logprob)
             case SplitChoices(choices=choices):
                 self._check_fault(self._history[-1])
                 self._run.split(choices, self._history)
@@ -373,7 +380,8 @@ class LifecycleRun:
             tier_rank=plan.tier_rank,
             cache_salt=plan.cache_salt,
             choice=choices[0],
-            num_choices=len(choices),
+            num_choices=len(choices) if plan.beam is None else 1,
+            beam=plan.beam,
         )
 
     def _open(

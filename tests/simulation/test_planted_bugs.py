@@ -193,6 +193,16 @@ def test_a_refusal_that_fails_the_request_is_found(monkeypatch: pytest.MonkeyPat
     _assert_found(Parts(), 150, "an error that misleads its client")
 
 
+def test_preempted_beams_that_share_too_much_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beams that are computed again take the first one's blocks beyond where they parted."""
+
+    def share_all(self: BlockManager, first: Sequence, other: Sequence) -> int:
+        return (min(first.num_tokens, other.num_tokens) - 1) // self.block_size
+
+    monkeypatch.setattr(BlockManager, "_num_common_blocks", share_all)
+    _assert_found(Parts(), 400, "is published|right are")
+
+
 def _assert_found(parts: Parts, num_seeds: int, message: str) -> None:
     found = first_failure(num_seeds, parts)
     assert found is not None, f"not found in {num_seeds} seeds"

@@ -26,6 +26,7 @@ def test_the_sample_reaches_the_corners_it_is_for() -> None:
         "preemptions",
         "swaps",
         "splits",
+        "beam searches completed",
         "blocks copied on write",
         "cached tokens",
         "waits for workers",

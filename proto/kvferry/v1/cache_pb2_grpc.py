@@ -27,7 +27,8 @@ if _version_not_supported:
 
 class CacheServiceStub:
     """KV memory as the operator of a deployment sees it. The API key says who asks: a tenant that is no administrator sees,
-    flushes and pins only its own blocks. Each answer has one entry a worker; one that could not answer says why.
+    flushes and pins only its own blocks. Each answer has one entry a worker; one that could not answer says why. A tenant
+    that a request names must be configured.
     """
 
     def __init__(self, channel):
@@ -60,11 +61,13 @@ class CacheServiceStub:
 
 class CacheServiceServicer:
     """KV memory as the operator of a deployment sees it. The API key says who asks: a tenant that is no administrator sees,
-    flushes and pins only its own blocks. Each answer has one entry a worker; one that could not answer says why.
+    flushes and pins only its own blocks. Each answer has one entry a worker; one that could not answer says why. A tenant
+    that a request names must be configured.
     """
 
     def GetMemory(self, request, context):
-        """Blocks by state, holders, tenant and tier, and what memory management did.
+        """Blocks by state, holders, tenant and tier, and what memory management did; to a tenant that is no administrator its
+        own figures only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -78,7 +81,9 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PinPrefix(self, request, context):
-        """Keeps what is cached of a prefix from eviction until it is unpinned, or flushed. Nothing is computed for it.
+        """Keeps what is cached of a prefix from eviction until it is unpinned, or flushed. Nothing is computed for it. Pins
+        yield to requests: a tenant's own when its quota leaves no room for its requests, all when a request waits and
+        nothing but pins holds blocks. They end with the worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,7 +129,8 @@ def add_CacheServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class CacheService:
     """KV memory as the operator of a deployment sees it. The API key says who asks: a tenant that is no administrator sees,
-    flushes and pins only its own blocks. Each answer has one entry a worker; one that could not answer says why.
+    flushes and pins only its own blocks. Each answer has one entry a worker; one that could not answer says why. A tenant
+    that a request names must be configured.
     """
 
     @staticmethod

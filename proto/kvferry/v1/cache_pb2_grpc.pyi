@@ -28,7 +28,8 @@ GRPC_VERSION: str
 
 class CacheServiceStub:
     """KV memory as the operator of a deployment sees it. The API key says who asks: a tenant that is no administrator sees,
-    flushes and pins only its own blocks. Each answer has one entry a worker; one that could not answer says why.
+    flushes and pins only its own blocks. Each answer has one entry a worker; one that could not answer says why. A tenant
+    that a request names must be configured.
     """
 
     @_typing.overload
@@ -36,33 +37,45 @@ class CacheServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CacheServiceAsyncStub: ...
     GetMemory: _grpc.UnaryUnaryMultiCallable[_cache_pb2.GetMemoryRequest, _cache_pb2.GetMemoryResponse]
-    """Blocks by state, holders, tenant and tier, and what memory management did."""
+    """Blocks by state, holders, tenant and tier, and what memory management did; to a tenant that is no administrator its
+    own figures only.
+    """
     FlushPrefixCache: _grpc.UnaryUnaryMultiCallable[_cache_pb2.FlushPrefixCacheRequest, _cache_pb2.FlushPrefixCacheResponse]
     """Makes cached prefixes unfindable. Running requests go on with the blocks they hold."""
     PinPrefix: _grpc.UnaryUnaryMultiCallable[_cache_pb2.PinPrefixRequest, _cache_pb2.PinPrefixResponse]
-    """Keeps what is cached of a prefix from eviction until it is unpinned, or flushed. Nothing is computed for it."""
+    """Keeps what is cached of a prefix from eviction until it is unpinned, or flushed. Nothing is computed for it. Pins
+    yield to requests: a tenant's own when its quota leaves no room for its requests, all when a request waits and
+    nothing but pins holds blocks. They end with the worker.
+    """
     UnpinPrefix: _grpc.UnaryUnaryMultiCallable[_cache_pb2.UnpinPrefixRequest, _cache_pb2.UnpinPrefixResponse]
     """Ends a pin."""
 
 @_typing.type_check_only
 class CacheServiceAsyncStub(CacheServiceStub):
     """KV memory as the operator of a deployment sees it. The API key says who asks: a tenant that is no administrator sees,
-    flushes and pins only its own blocks. Each answer has one entry a worker; one that could not answer says why.
+    flushes and pins only its own blocks. Each answer has one entry a worker; one that could not answer says why. A tenant
+    that a request names must be configured.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetMemory: _aio.UnaryUnaryMultiCallable[_cache_pb2.GetMemoryRequest, _cache_pb2.GetMemoryResponse]  # type: ignore[assignment]
-    """Blocks by state, holders, tenant and tier, and what memory management did."""
+    """Blocks by state, holders, tenant and tier, and what memory management did; to a tenant that is no administrator its
+    own figures only.
+    """
     FlushPrefixCache: _aio.UnaryUnaryMultiCallable[_cache_pb2.FlushPrefixCacheRequest, _cache_pb2.FlushPrefixCacheResponse]  # type: ignore[assignment]
     """Makes cached prefixes unfindable. Running requests go on with the blocks they hold."""
     PinPrefix: _aio.UnaryUnaryMultiCallable[_cache_pb2.PinPrefixRequest, _cache_pb2.PinPrefixResponse]  # type: ignore[assignment]
-    """Keeps what is cached of a prefix from eviction until it is unpinned, or flushed. Nothing is computed for it."""
+    """Keeps what is cached of a prefix from eviction until it is unpinned, or flushed. Nothing is computed for it. Pins
+    yield to requests: a tenant's own when its quota leaves no room for its requests, all when a request waits and
+    nothing but pins holds blocks. They end with the worker.
+    """
     UnpinPrefix: _aio.UnaryUnaryMultiCallable[_cache_pb2.UnpinPrefixRequest, _cache_pb2.UnpinPrefixResponse]  # type: ignore[assignment]
     """Ends a pin."""
 
 class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
     """KV memory as the operator of a deployment sees it. The API key says who asks: a tenant that is no administrator sees,
-    flushes and pins only its own blocks. Each answer has one entry a worker; one that could not answer says why.
+    flushes and pins only its own blocks. Each answer has one entry a worker; one that could not answer says why. A tenant
+    that a request names must be configured.
     """
 
     @_abc_1.abstractmethod
@@ -71,7 +84,9 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.GetMemoryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.GetMemoryResponse, _abc.Awaitable[_cache_pb2.GetMemoryResponse]]:
-        """Blocks by state, holders, tenant and tier, and what memory management did."""
+        """Blocks by state, holders, tenant and tier, and what memory management did; to a tenant that is no administrator its
+        own figures only.
+        """
 
     @_abc_1.abstractmethod
     def FlushPrefixCache(
@@ -87,7 +102,10 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.PinPrefixRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.PinPrefixResponse, _abc.Awaitable[_cache_pb2.PinPrefixResponse]]:
-        """Keeps what is cached of a prefix from eviction until it is unpinned, or flushed. Nothing is computed for it."""
+        """Keeps what is cached of a prefix from eviction until it is unpinned, or flushed. Nothing is computed for it. Pins
+        yield to requests: a tenant's own when its quota leaves no room for its requests, all when a request waits and
+        nothing but pins holds blocks. They end with the worker.
+        """
 
     @_abc_1.abstractmethod
     def UnpinPrefix(

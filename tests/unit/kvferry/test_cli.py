@@ -124,6 +124,20 @@ async def test_generate_shows_several_choices_one_after_the_other(environment: d
     assert not router.fake.requests[0].HasField("beam_search")
 
 
+async def test_no_header_stands_above_an_error(environment: dict[str, str], router: Running) -> None:
+    arguments = ("generate", "--target", router.address, "--n", "3", "--tier", "gold", "x")
+    outcome = await kvferry(environment, *arguments)
+    assert (outcome.code, outcome.stdout) == (1, "")
+    assert outcome.stderr == "error: tier: there is no tier 'gold'; known tiers: standard\n"
+
+
+async def test_choices_without_text_have_their_header_too(environment: dict[str, str]) -> None:
+    server, address = await start_fake_router(SilentRouter())
+    outcome = await kvferry(environment, "generate", "--target", address, "--n", "2", "x")
+    await server.drain(0)
+    assert outcome == Outcome(0, "--- choice 0\n\n--- choice 1\n\n", "")
+
+
 async def test_generate_asks_for_a_beam_search(environment: dict[str, str], router: Running) -> None:
     beams = ("--beam-width", "4", "--length-penalty", "0.5", "--early-stopping", "--n", "2")
     outcome = await kvferry(environment, "generate", "--target", router.address, "--json", *beams, "x")
@@ -155,6 +169,16 @@ async def test_failed_turn_is_told_and_dropped(environment: dict[str, str], rout
     assert len(outcome.stderr.splitlines()) == 1
     (request,) = router.fake.requests
     assert [message.content for message in request.chat.messages] == ["two"]
+
+
+class SilentRouter(FakeRouter):
+    """Sends the tokens without their text."""
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]
+        for event in events(request):
+            if event.HasField("delta"):
+                event.delta.text = ""
+            await context.write(event)
 
 
 class StallingRouter(FakeRouter):
@@ -200,6 +224,8 @@ async def test_workers_as_json_and_as_a_table(environment: dict[str, str], route
         (("generate", "--target", "127.0.0.1:1", "x"), 1, "no router answers at 127.0.0.1:1 (connection refused)"),
         (("generate", "--target", "nonsense", "x"), 1, "error: --target: must be HOST:PORT"),
         (("generate", "--prompt-token-ids", "1,a"), 1, "error: --prompt-token-ids: must be numbers"),
+        (("generate", "--length-penalty", "0.5", "x"), 1, "error: --length-penalty: needs --beam-width"),
+        (("generate", "--early-stopping", "x"), 1, "error: --early-stopping: needs --beam-width"),
         (("generate", "--max-tokens", "-1", "x"), 1, "error: stopping.max_tokens: cannot be -1"),
         (("generate", "--timeout", "0", "x"), 2, "must be above 0, got 0"),
         (("generate", "--timeout", "-1", "x"), 2, "must be above 0, got -1"),

@@ -94,6 +94,8 @@ def test_options_of_the_cache_and_of_a_pin() -> None:
     assert not GenerateOptions(prompt="x").to_pb().HasField("cache")
     pin = PinOptions("name", [ChatMessage("user", "hi")], shared_salt="s", tenant="t").to_pb()
     assert (pin.name, pin.chat.messages[0].content, pin.cache.shared_salt, pin.tenant) == ("name", "hi", "s", "t")
+    assert pin.chat.HasField("add_generation_prompt") and not pin.chat.add_generation_prompt
+    assert not PinOptions("name", "text").to_pb().HasField("chat")
 
 
 @pytest.mark.parametrize("key", ["", "a b", "line\nfeed", "schlüssel"])

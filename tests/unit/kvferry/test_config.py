@@ -13,6 +13,7 @@ from kvferry.config import (
     Config,
     EngineConfig,
     ModelConfig,
+    TenantConfig,
     child_environment,
     load_config,
     to_toml,
@@ -256,6 +257,21 @@ def test_workers_get_the_tenants_without_their_keys(with_tenants: Config) -> Non
     for_workers = with_tenants.without_keys()
     assert with_tenants.has_keys and not for_workers.has_keys
     assert [tenant.max_used_share for tenant in for_workers.tenants] == [0.5, None]
+
+
+def test_without_tenants_a_commented_table_explains_every_key(tmp_path: Path, with_tenants: Config) -> None:
+    lines = to_toml(Config()).splitlines()
+    begin = lines.index("# [[tenants]]")
+    table = lines[begin : lines.index("", begin)]
+    assert all(line.startswith("# ") for line in table)
+    file = tmp_path / "uncommented.toml"
+    file.write_text("\n".join(line.removeprefix("# ") for line in table))
+    (tenant,) = load_config(file).tenants
+    assert tenant.model_fields_set == TenantConfig.model_fields.keys()
+    for key, field in TenantConfig.model_fields.items():
+        place = next(place for place, line in enumerate(table) if line.startswith(f"# {key} = "))
+        assert table[place - 1] == f"# # {' '.join((field.description or 'nothing').split())}"
+    assert "# [[tenants]]" not in to_toml(with_tenants)
 
 
 @pytest.mark.parametrize(

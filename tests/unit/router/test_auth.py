@@ -6,7 +6,7 @@ import pytest
 from pydantic import SecretStr
 
 from kvferry.config import Config, TenantConfig
-from kvferry.errors import PermissionDenied, Unauthenticated
+from kvferry.errors import InvalidArgument, PermissionDenied, Unauthenticated
 from router.auth import ANONYMOUS, Authenticator, Tenant
 
 KEY, OTHER_KEY, ROOT_KEY = "key-one-of-a", "key-two-of-a", "key-of-root"
@@ -59,7 +59,7 @@ def test_anything_else_is_refused_without_repeating_it(authenticator: Authentica
 
 def test_without_tenants_everybody_may_do_everything() -> None:
     assert Authenticator(Config()).tenant([("authorization", "Bearer whatever")]) == ANONYMOUS
-    assert Authenticator(Config()).tenant(None).acting_for("x") == "x"
+    assert Authenticator(Config()).tenant(None) == ANONYMOUS
 
 
 def test_with_tenants_but_no_keys_nobody_gets_in() -> None:
@@ -69,8 +69,19 @@ def test_with_tenants_but_no_keys_nobody_gets_in() -> None:
             authenticator.tenant(metadata)
 
 
-def test_only_administrators_act_for_others() -> None:
+def test_only_administrators_act_for_others(authenticator: Authenticator) -> None:
     a, root = Tenant("a", is_admin=False), Tenant("root", is_admin=True)
-    assert (a.acting_for(""), a.acting_for("a"), root.acting_for(""), root.acting_for("a")) == ("a", "a", "root", "a")
-    with pytest.raises(PermissionDenied, match="only an administrator"):
-        a.acting_for("root")
+    for caller, named, owner in ((a, "", "a"), (a, "a", "a"), (root, "", "root"), (root, "a", "a")):
+        assert authenticator.acting_for(caller, named) == owner
+    for other in ("root", "nobody"):  # does not tell which exist
+        with pytest.raises(PermissionDenied, match="only an administrator"):
+            authenticator.acting_for(a, other)
+
+
+def test_an_unknown_tenant_is_refused_with_the_known_ones(authenticator: Authenticator) -> None:
+    root = Tenant("root", is_admin=True)
+    with pytest.raises(InvalidArgument, match="there is no tenant 'serach'; known tenants: a, root, keyless") as caught:
+        authenticator.acting_for(root, "serach")
+    assert caught.value.field == "tenant"
+    with pytest.raises(InvalidArgument, match="there is no tenant 'x'; known tenants: none are configured"):
+        Authenticator(Config()).acting_for(ANONYMOUS, "x")

@@ -298,6 +298,7 @@ async def test_a_worker_without_the_log_probabilities_asked_for_is_an_error(star
 def beam_request(n: int = 1, width: int = 2) -> pb.GenerateRequest:
     request = ask(max_tokens=4, beam_search=pb.BeamSearch(width=width))
     request.sampling.n = n
+    request.stopping.min_tokens = 2
     return request
 
 
@@ -317,6 +318,7 @@ async def test_hypotheses_come_at_the_end_best_first(start_router: StartRouter, 
         spec = network.calls[0].spec
         assert spec.beam is not None
         assert (spec.beam.width, spec.beam.length_penalty, spec.beam.num_returned) == (2, 1.0, 2)
+        assert spec.sampling.min_tokens == answer.started.stopping.min_tokens == 2
         await network.all_ended()
         assert not any(call.cancelled for call in network.calls)
 
@@ -338,14 +340,17 @@ async def test_greedy_choices_are_refused(start_router: StartRouter) -> None:
             await router.generate(request)
 
 
-async def test_time_per_token_is_of_the_longest_choice_and_only_where_choices_are_streamed(
+async def test_latencies_of_tokens_are_of_the_longest_choice_and_only_where_choices_are_streamed(
     start_router: StartRouter,
 ) -> None:
-    name = "gen_ai_server_time_per_output_token_seconds"
+    name, first = "gen_ai_server_time_per_output_token_seconds", "gen_ai_server_time_to_first_token_seconds"
     served = {"gen_ai_request_model": "tiny", "kvferry_tier": "standard"}
     async with network_of_choices() as network, start_router(network) as router:
         answer = await router.generate(sample(n=3))
         per_token_s = answer.completed.timings.decode_s / 7
         assert router.sample(f"{name}_sum", **served) == pytest.approx(per_token_s)
-        await router.generate(sample(n=1, best_of=3))
-        assert router.sample(f"{name}_count", **served) == 1
+        network.beams = [beam("GOOD", -1.5)]
+        for withheld in (sample(n=1, best_of=3), beam_request()):
+            answer = await router.generate(withheld)
+            assert 0 < answer.completed.timings.time_to_first_token_s <= answer.completed.timings.total_s
+        assert router.sample(f"{name}_count", **served) == router.sample(f"{first}_count", **served) == 1

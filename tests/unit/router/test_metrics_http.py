@@ -70,6 +70,9 @@ async def test_workers_are_shown_on_metrics(start_router: StartRouter) -> None:
         decode, prefill = network.decode[0].address, network.prefill[0].address
         blocks = f'kvferry_worker_blocks{{address="{decode}",role="decode",state="free",worker="decode-0"}} 1000.0'
         assert blocks in text
+        of_decode = f'address="{decode}",role="decode",worker="decode-0"'
+        for name in ("integrity_faults", "unsound_blocks"):
+            assert f"kvferry_worker_{name}_total{{{of_decode}}} 0.0" in text
         assert f'kvferry_worker_ready{{address="{prefill}",role="prefill",worker="prefill-0"}} 1.0' in text
         assert network.calls == []
 

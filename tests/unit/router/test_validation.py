@@ -17,6 +17,7 @@ from kvferry.errors import (
     ResourceExhausted,
     UnsupportedField,
 )
+from kvferry.kv_layout import KvLayout
 from kvferry.sampling import BeamParams
 from proto.kvferry.v1 import inference_pb2 as pb
 from router.validation import (
@@ -30,10 +31,11 @@ from router.validation import (
     TextPrompt,
     TokenPrompt,
     fit,
-    num_decode_blocks,
+    num_blocks_needed,
     validate,
 )
 
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32", model_fingerprint="tiny")
 LIMITS = Limits(
     model="tiny",
     max_context=64,
@@ -41,7 +43,7 @@ LIMITS = Limits(
     tiers={"fast": 0, "slow": 1},
     default_tier="fast",
     max_request_bytes=1000,
-    block_size=16,
+    layout=LAYOUT,
     num_prefill_blocks=8,
     num_decode_blocks=8,
     adapters=("lora",),
@@ -237,7 +239,6 @@ BAD: list[tuple[dict[str, Any], type[KvferryError], str]] = [
             ("sampling", {"min_p": 0.5}, "sampling.min_p: cannot be combined"),
             ("sampling", {"seed": 5}, "sampling.seed: cannot be combined"),
             ("stopping", {"stop": ["x"]}, "stopping.stop: cannot be combined"),
-            ("stopping", {"min_tokens": 1}, "stopping.min_tokens: cannot be combined"),
         )
     ),
 ]
@@ -316,6 +317,13 @@ def test_beam_search_has_defaults_and_takes_neutral_sampling_fields() -> None:
     assert beams(1, length_penalty=0.0, early_stopping=True).beam == BeamParams(1, 0.0, True)
 
 
+def test_beam_search_honours_the_stop_rules_of_tokens() -> None:
+    stopping = pb.StoppingOptions(max_tokens=8, min_tokens=3, stop_token_ids=[9], ignore_eos=True)
+    request = checked(with_prompt(beam_search={"width": 2}, stopping=stopping))
+    sampling = request.sampling_params(8, (2,))
+    assert (sampling.min_tokens, sampling.stop_token_ids, sampling.ignore_eos) == (3, (9,), True)
+
+
 def test_one_choice_must_fit_alone_and_beams_together() -> None:
     limits = replace(LIMITS, num_decode_blocks=3)
     several = checked(with_prompt(sampling=pb.SamplingOptions(n=8), stopping=pb.StoppingOptions(max_tokens=29)))
@@ -326,8 +334,9 @@ def test_one_choice_must_fit_alone_and_beams_together() -> None:
         fit(one_more, 20, limits)
     with pytest.raises(ResourceExhausted, match=r"needs 4 KV blocks \(3 beams of up to 20 tokens\).* has 3"):
         fit(beams(3), 20, limits)  # not even one token
-    assert num_decode_blocks(one_more, 20, 14, 16) == 1 + 2 * 2
-    assert num_decode_blocks(one_more, 32, 1, 16) == 2
+    assert num_blocks_needed(one_more, 20, 14, LAYOUT) == 1 + 2 * 2
+    assert num_blocks_needed(one_more, 32, 1, LAYOUT) == 2
+    assert num_blocks_needed(several, 20, 29, LAYOUT) == 3
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 5])
@@ -341,7 +350,7 @@ def test_max_tokens_left_out_for_beams_is_the_most_that_fits(
     fitting = [
         max_tokens
         for max_tokens in range(1, 201 - num_prompt_tokens)
-        if num_decode_blocks(request, num_prompt_tokens, max_tokens, 16) <= num_blocks
+        if num_blocks_needed(request, num_prompt_tokens, max_tokens, LAYOUT) <= num_blocks
     ]
     if fitting:
         assert fit(request, num_prompt_tokens, limits) == max(fitting)

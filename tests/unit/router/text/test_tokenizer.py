@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from kvferry.cli.cache import EXAMPLE_SYSTEM
 from kvferry.errors import FailedPrecondition, InvalidArgument
 from router.text.chat_template import ChatMessage
 from router.text.text_length import LengthBound
@@ -138,6 +139,20 @@ async def test_text_that_is_no_unicode_is_refused(chatml: TextTokenizer, text: s
         await chatml.encode_async(text, limits=WIDE)
     with pytest.raises(InvalidArgument, match=r"^prompt\.chat: "):
         await chatml.encode_chat_async([ChatMessage("user", text)], limits=WIDE)
+
+
+def test_a_system_prompt_alone_is_the_beginning_of_every_chat_with_it(
+    chatml: TextTokenizer, smollm2_folder: Path
+) -> None:
+    """What `kvferry cache pin --system` relies on."""
+    for tokenizer in (chatml, TextTokenizer.load(smollm2_folder)):
+        for text in (EXAMPLE_SYSTEM, "hello world\n", "<|im_end|> naïve 👩‍👩‍👧", " ends in spaces  "):
+            system = ChatMessage("system", text)
+            prefix = tokenizer.encode_chat([system], add_generation_prompt=False)
+            for user in ("hello", "\n", "<|im_end|>"):
+                chat = tokenizer.encode_chat([system, ChatMessage("user", user)])
+                assert chat[: len(prefix)] == prefix and len(chat) > len(prefix)
+        assert len(tokenizer.encode_chat([ChatMessage("system", EXAMPLE_SYSTEM)], add_generation_prompt=False)) > 16
 
 
 def test_an_id_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
