@@ -5,8 +5,8 @@ or *free* (count zero, its contents mean nothing). Blocks are taken from the fre
 least recently freed first. A cached block is found by the hash of its tokens and of all before them; its token ids are
 compared on a hit as a last guard. Torch-free; block contents live in the runner.
 
-A used block is charged to the tenant that took it, from the free ones or the cached ones, whoever shares it later. Pins are holders like sequences, inside the
-pool: a pinned block is used, so it is never evicted.
+A used block is charged to the tenant that took it, from the free ones or the cached ones, whoever shares it later. Pins
+are holders like sequences, inside the pool: a pinned block is used, so it is never evicted.
 """
 
 from __future__ import annotations

@@ -465,6 +465,7 @@ class EngineCore:
             num_pinned_blocks=self.pool.num_pinned,
             num_integrity_faults=self.num_integrity_faults,
             num_unsound_hits=self.block_manager.num_unsound_hits,
+            max_running=self.scheduler.max_running,
             memory=self.memory,
         )
 

@@ -4,7 +4,8 @@
 
 The lengths say how many blocks a sequence holds at a random moment of its life, and how much that varies; from it
 follows how many sequences the memory holds. The real scheduler and block manager then run the requests at saturation,
-without a model, and count the preemptions that each watermark leaves. Torch-free.
+without a model, and count the preemptions that each watermark leaves. That takes seconds whatever the input: a machine
+that is too large is simulated smaller, and with tokens that stand for several (`Scale`). Torch-free.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ import itertools
 import json
 import math
 import sys
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from engine.core import EngineCore, EngineLimits
 from engine.forward_batch import Sampled, SequenceSlice
-from engine.outputs import SequencePreempted, TokenSampled
-from engine.scripted import SCRIPT_FILE, SLOT_BYTES
+from engine.outputs import ChunkComputed, Output, SequencePreempted, TokenSampled
+from engine.scripted import SCRIPT_FILE, SLOT_BYTES, load_script_config
 from engine.sequence import Priority, Sequence
 from kvferry.errors import FailedPrecondition, KvferryError, ResourceExhausted
 from kvferry.kv_layout import KvLayout
@@ -43,11 +45,26 @@ MAX_SIMULATED_SEQUENCES = 96
 """A simulation with more of them at once is scaled down; fewer sequences vary more, so it errs upwards."""
 NUM_GENERATIONS = 4
 """How often the simulation replaces all running sequences; the first ones, which start in step, are not counted."""
+MIN_SIMULATED_SEQUENCES = 16
+"""A simulation is not made smaller than this while tokens can be made coarser instead."""
+MAX_PLANNED_WORK = 60_000
+MAX_WORK = 150_000
+"""Of one simulation, in tokens decoded or what takes as long (about 10 µs): what its scale is chosen for, and where it
+ends, since preemptions make more of it than planned."""
+WORK_PER_STEP = 4
+WORK_PER_REQUEST = 8
+PREFILL_TOKENS_PER_WORK = 64
 NAMES = {
     "num_layers": ("num_hidden_layers", "n_layer"),
     "num_heads": ("num_attention_heads", "n_head"),
     "hidden_size": ("hidden_size", "n_embd"),
 }
+CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "n_ctx")
+
+PROGRESS_WORD = "progress"
+
+Report = Callable[[float], None]
+"""Told how much is done, from 0 to 1."""
 
 
 class PlanRunner:
@@ -104,22 +121,39 @@ def holding(lengths: SequenceOf[RequestLength], block_size: int) -> Holding:
         first, last = length.num_prompt_tokens, length.num_tokens - 1
         num_steps += length.num_output_tokens
         sum_tokens += (first + last) * length.num_output_tokens // 2
-        for num_blocks in range(-(-first // block_size), -(-last // block_size) + 1):
-            num_held = min(last, num_blocks * block_size) - max(first, (num_blocks - 1) * block_size + 1) + 1
-            sum_blocks += num_blocks * num_held
-            sum_squares += num_blocks**2 * num_held
+        sum_blocks += _sum_blocks(last, block_size) - _sum_blocks(first - 1, block_size)
+        sum_squares += _sum_squares(last, block_size) - _sum_squares(first - 1, block_size)
     mean_blocks = sum_blocks / num_steps
     deviation = math.sqrt(max(0.0, sum_squares / num_steps - mean_blocks**2))
     return Holding(block_size, mean_blocks, deviation, sum_tokens / num_steps)
 
 
+def _sum_blocks(num_tokens: int, block_size: int) -> int:
+    """Blocks of 1 token, of 2, and so on up to `num_tokens`, added up."""
+    full, rest = divmod(num_tokens, block_size)
+    return block_size * full * (full + 1) // 2 + rest * (full + 1)
+
+
+def _sum_squares(num_tokens: int, block_size: int) -> int:
+    """Squares of the same numbers, added up."""
+    full, rest = divmod(num_tokens, block_size)
+    return block_size * full * (full + 1) * (2 * full + 1) // 6 + rest * (full + 1) ** 2
+
+
 @dataclass(frozen=True, slots=True)
 class Preemptions:
-    """What the simulation counted with one watermark, at saturation."""
+    """What the simulation counted with one watermark, at saturation.
+
+    Attributes:
+        num_requests: requests that finished while it counted.
+        is_whole: it ran all generations, and was not ended for the work it took.
+    """
 
     watermark: float
     per_100_requests: float
     mean_running: float
+    num_requests: int
+    is_whole: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,15 +203,16 @@ class PlanInput:
 def choices(given: PlanInput) -> list[Choice]:
     """All block sizes whose pool holds the longest request."""
     found = []
+    longest = given.max_tokens
     for block_size in BLOCK_SIZES:
         num_blocks = given.memory_bytes // (given.layout.bytes_per_token * block_size)
-        if num_blocks * block_size < given.max_tokens or num_blocks < 2:
+        if num_blocks * block_size < longest or num_blocks < 2:
             continue
         found.append(_choice(num_blocks, holding(given.counted, block_size)))
     if not found:
         raise ResourceExhausted(
             f"memory: {given.memory_bytes} bytes hold {given.memory_bytes // given.layout.bytes_per_token} tokens of "
-            f"{given.layout.bytes_per_token} bytes of KV each; the longest request has {given.max_tokens}"
+            f"{given.layout.bytes_per_token} bytes of KV each; the longest request has {longest}"
         )
     return found
 
@@ -200,51 +235,167 @@ def choose(found: SequenceOf[Choice]) -> Choice:
     return frugal[-1] if frugal else min(found, key=lambda choice: choice.tail_waste)
 
 
-def scale_of(choice: Choice) -> int:
-    """How many times smaller than planned the simulated memory is."""
-    return -(-choice.mean_sequences // MAX_SIMULATED_SEQUENCES)
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much smaller than planned the simulated machine is.
+
+    A simulated token stands for `num_merged` tokens, in requests and in blocks. As long as those divide a block, a
+    sequence holds as many blocks after as many tokens as without; beyond, a block is one simulated token.
+
+    Attributes:
+        divisor: how many times fewer sequences run.
+        num_merged: tokens of one simulated token, a power of two.
+        block_size: of the simulated blocks, in simulated tokens.
+        num_blocks: of the simulated pool.
+        max_running: sequences in the simulated batch.
+        lengths: the requests that are run, over and over, in simulated tokens.
+        memory_share: share of the planned memory that the simulated pool stands for.
+    """
+
+    divisor: int
+    num_merged: int
+    block_size: int
+    num_blocks: int
+    max_running: int
+    lengths: SequenceOf[RequestLength]
+    memory_share: float
+
+    @property
+    def max_tokens(self) -> int:
+        return max(length.num_tokens for length in self.lengths)
 
 
-def simulate(given: PlanInput, choice: Choice) -> list[Preemptions]:
+def scale_of(given: PlanInput, choice: Choice) -> Scale:
+    """The largest machine that can be simulated with the work allowed; tokens are merged up to a block first."""
+    divisor, num_merged = -(-choice.mean_sequences // MAX_SIMULATED_SEQUENCES), 1
+    lengths = drawn(given.lengths, NUM_GENERATIONS * choice.mean_sequences // divisor)
+    while _planned_work(lengths, choice.mean_sequences // divisor, num_merged, given) > MAX_PLANNED_WORK:
+        if num_merged >= choice.block_size and choice.mean_sequences // divisor >= 2 * MIN_SIMULATED_SEQUENCES:
+            divisor *= 2
+        else:
+            num_merged *= 2
+    merged = [_merged(length, num_merged) for length in lengths]
+    block_size = max(1, choice.block_size // num_merged)
+    longest = max(length.num_tokens for length in merged)
+    share = choice.num_blocks * choice.block_size // (divisor * block_size * num_merged)
+    num_blocks = max(share, -(-longest // block_size) + 1)
+    return Scale(
+        divisor=divisor,
+        num_merged=num_merged,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_running=choice.mean_sequences // divisor,
+        lengths=merged,
+        memory_share=num_blocks * block_size * num_merged / (choice.num_blocks * choice.block_size),
+    )
+
+
+def drawn(lengths: SequenceOf[RequestLength], number: int) -> SequenceOf[RequestLength]:
+    """The requests as they come, or `number` of them from all over the list when it is longer, in no order of size."""
+    count = len(lengths)
+    if count <= number:
+        return lengths
+    stride = max(1, int(count * 0.618))  # near the golden section, strides spread evenly however many there are
+    while math.gcd(stride, count) != 1:
+        stride += 1
+    return [lengths[index * stride % count] for index in range(number)]
+
+
+def _planned_work(lengths: SequenceOf[RequestLength], num_running: int, num_merged: int, given: PlanInput) -> float:
+    """Work of all generations without preemptions; a step of many prompts has fewer decodes."""
+    num_prompt = sum(length.num_prompt_tokens for length in lengths) / len(lengths) / num_merged
+    num_output = sum(length.num_output_tokens for length in lengths) / len(lengths) / num_merged
+    num_steps = max(num_output / num_running, num_prompt / max(given.max_batched_tokens, num_running))
+    per_request = num_steps * (num_running + WORK_PER_STEP) + num_prompt / PREFILL_TOKENS_PER_WORK + WORK_PER_REQUEST
+    return NUM_GENERATIONS * num_running * per_request
+
+
+def _merged(length: RequestLength, num_merged: int) -> RequestLength:
+    """Rounded up, as blocks are."""
+    return RequestLength(-(-length.num_prompt_tokens // num_merged), -(-length.num_output_tokens // num_merged))
+
+
+def _ignore(done: float) -> None:
+    """A `Report` to nobody."""
+
+
+def simulate(given: PlanInput, scale: Scale, report: Report = _ignore) -> list[Preemptions]:
     """Runs the requests at saturation through the real scheduler with rising watermarks, up to the one to choose."""
     counted: list[Preemptions] = []
-    for watermark in WATERMARKS:
-        counted.append(_simulate(given, choice, watermark))
+    for index, watermark in enumerate(WATERMARKS):
+        counted.append(_simulate(given, scale, watermark, _part_of(report, index)))
         if counted[-1].per_100_requests <= 100 * MAX_PREEMPTIONS:
             break
+    report(1.0)
     return counted
 
 
-def _simulate(given: PlanInput, choice: Choice, watermark: float) -> Preemptions:
-    scale = scale_of(choice)
-    num_blocks = max(choice.num_blocks // scale, -(-given.max_tokens // choice.block_size) + 1)
-    max_running = max(1, choice.mean_sequences // scale)
+def _part_of(report: Report, index: int) -> Report:
+    """The report of one watermark, as a part of that of all."""
+    return lambda done: report((index + done) / len(WATERMARKS))
+
+
+def _simulate(given: PlanInput, scale: Scale, watermark: float, report: Report) -> Preemptions:
     limits = EngineLimits(
-        max_batched_tokens=max(given.max_batched_tokens, max_running),
-        max_running=max_running,
-        num_watermark_blocks=max(1, int(num_blocks * watermark)),
+        max_batched_tokens=max(given.max_batched_tokens, scale.max_running),
+        max_running=scale.max_running,
+        num_watermark_blocks=max(1, int(scale.num_blocks * watermark)),
         prefix_caching=False,
     )
-    layout = dataclasses.replace(given.layout, block_size=choice.block_size)
-    core = EngineCore(PlanRunner(layout, num_blocks, given.max_tokens + 1), limits)
-    per_request, mean_running = _saturate(core, given.lengths, max_running)
-    return Preemptions(watermark, round(100 * per_request, 1), round(mean_running, 1))
+    layout = dataclasses.replace(given.layout, block_size=scale.block_size)
+    core = EngineCore(PlanRunner(layout, scale.num_blocks, scale.max_tokens), limits)
+    return _saturate(core, scale, report).summary(watermark)
 
 
-def _saturate(core: EngineCore, lengths: SequenceOf[RequestLength], num_waiting: int) -> tuple[float, float]:
-    """Keeps `num_waiting` requests queued for some generations; preemptions a request, sequences in the batch."""
-    requests = enumerate(itertools.cycle(lengths))
-    num_finished = num_preempted = num_steps = sum_running = 0
-    while num_finished < NUM_GENERATIONS * num_waiting:
+@dataclass(slots=True)
+class Tally:
+    """What a simulation has counted so far."""
+
+    num_steps: int = 0
+    sum_running: int = 0
+    num_finished: int = 0
+    num_preempted: int = 0
+    work: float = 0.0
+    is_whole: bool = True
+
+    def add(self, outputs: SequenceOf[Output], num_left: int) -> None:
+        """One step: what came of it, and how many sequences are in the batch after it."""
+        num_finished = sum(isinstance(one, TokenSampled) and one.finish is not None for one in outputs)
+        num_prefilled = sum(one.num_tokens for one in outputs if isinstance(one, ChunkComputed))
+        self.num_steps += 1
+        self.num_finished += num_finished
+        self.num_preempted += sum(isinstance(one, SequencePreempted) for one in outputs)
+        self.sum_running += num_left + num_finished  # those that finished in the step ran in it
+        self.work += WORK_PER_STEP + WORK_PER_REQUEST * num_finished + num_left
+        self.work += num_prefilled / PREFILL_TOKENS_PER_WORK
+
+    def summary(self, watermark: float) -> Preemptions:
+        return Preemptions(
+            watermark=watermark,
+            per_100_requests=round(100 * self.num_preempted / max(1, self.num_finished), 1),
+            mean_running=round(self.sum_running / self.num_steps, 1),
+            num_requests=self.num_finished,
+            is_whole=self.is_whole,
+        )
+
+
+def _saturate(core: EngineCore, scale: Scale, report: Report) -> Tally:
+    """Keeps requests queued for some generations, of which the first is not counted unless the work ends with it."""
+    requests = enumerate(itertools.cycle(scale.lengths))
+    first, later = Tally(), Tally()
+    num_waiting, num_more = scale.max_running, (NUM_GENERATIONS - 1) * scale.max_running
+    while later.num_finished < num_more:
+        work = first.work + later.work
+        if work >= MAX_WORK:
+            kept = later if later.num_finished else first
+            kept.is_whole = False
+            return kept
         while len(core.scheduler.waiting) < num_waiting:
             core.add(_sequence(*next(requests)))
-        for output in core.step():
-            num_finished += isinstance(output, TokenSampled) and output.finish is not None
-            num_preempted += isinstance(output, SequencePreempted) and num_finished >= num_waiting
-        if num_finished >= num_waiting:
-            num_steps += 1
-            sum_running += len(core.scheduler.running)
-    return num_preempted / (num_finished - num_waiting), sum_running / num_steps
+        tally = first if first.num_finished < num_waiting else later
+        tally.add(core.step(), len(core.scheduler.running))
+        report(max(work / MAX_WORK, (first.num_finished + later.num_finished) / (num_waiting + num_more)))
+    return later
 
 
 def _sequence(number: int, length: RequestLength) -> Sequence:
@@ -252,11 +403,12 @@ def _sequence(number: int, length: RequestLength) -> Sequence:
     return Sequence(str(number), [0] * length.num_prompt_tokens, sampling, priority=Priority(arrival=number))
 
 
-def make_plan(given: PlanInput) -> dict[str, Any]:
+def make_plan(given: PlanInput, report: Report = _ignore) -> dict[str, Any]:
     """The plan as plain values: what to set, the figures it rests on, and the reasons as sentences."""
     found = choices(given)
     choice = choose(found)
-    counted = simulate(given, choice)
+    scale = scale_of(given, choice)
+    counted = simulate(given, scale, report)
     settings: dict[str, float] = {"block_size": choice.block_size, "kv_memory_bytes": given.memory_bytes}
     settings |= {"watermark": counted[-1].watermark, "max_running": choice.mean_sequences}
     if choice.mean_sequences > given.max_batched_tokens:
@@ -273,8 +425,14 @@ def make_plan(given: PlanInput) -> dict[str, Any]:
         "bytes_per_token": given.layout.bytes_per_token,
         "chosen": dataclasses.asdict(choice),
         "block_sizes": [dataclasses.asdict(one) for one in found],
-        "simulated": {"scale": scale_of(choice), "watermarks": [dataclasses.asdict(one) for one in counted]},
-        "reasons": _reasons(found, choice, counted),
+        "simulated": {
+            "scale": scale.divisor,
+            "memory_share": float(f"{scale.memory_share:.3g}"),
+            "max_running": scale.max_running,
+            "tokens_per_simulated_token": scale.num_merged,
+            "watermarks": [dataclasses.asdict(one) for one in counted],
+        },
+        "reasons": _reasons(found, choice, scale, counted),
     }
 
 
@@ -282,11 +440,10 @@ def _mean(values: SequenceOf[int]) -> float:
     return round(sum(values) / len(values), 1)
 
 
-def _reasons(found: SequenceOf[Choice], choice: Choice, counted: SequenceOf[Preemptions]) -> list[str]:
+def _reasons(found: SequenceOf[Choice], choice: Choice, scale: Scale, counted: SequenceOf[Preemptions]) -> list[str]:
     is_frugal = choice.tail_waste <= MAX_TAIL_WASTE
     waste = ", ".join(f"{one.block_size}: {one.tail_waste:.1%}" for one in found)
     preempted = ", ".join(f"{one.watermark:.0%}: {one.per_100_requests:g}" for one in counted)
-    scaled = f", simulated at 1/{scale_of(choice)} of the memory, which errs upwards" if scale_of(choice) > 1 else ""
     return [
         f"block_size {choice.block_size}: "
         + (f"the largest whose tail waste is at most {MAX_TAIL_WASTE:.0%}" if is_frugal else "the least tail waste")
@@ -295,11 +452,27 @@ def _reasons(found: SequenceOf[Choice], choice: Choice, counted: SequenceOf[Pree
         f"{choice.deviation_blocks:.1f} blocks at a random moment of its decoding, and there are {choice.num_blocks}; "
         "more sequences than that could only be paid for by preemption",
         f"watermark {counted[-1].watermark:g}: preemptions in 100 requests at saturation, by watermark "
-        f"{preempted}{scaled}; {counted[-1].mean_running:g} sequences run on average"
-        + (" at that scale" if scaled else ""),
+        f"{preempted}; {counted[-1].mean_running:g} sequences run on average{_simulated(scale, counted)}",
         f"concurrency {choice.safe_sequences}: with so many requests in flight, blocks run short in one moment of a "
         "hundred; more are served too, but wait or are preempted",
     ]
+
+
+def _simulated(scale: Scale, counted: SequenceOf[Preemptions]) -> str:
+    """On what the preemptions were counted, where that is not the whole machine to the end."""
+    notes = []
+    if scale.divisor > 1:
+        notes.append(
+            f"simulated with {scale.max_running} sequences at most, 1/{scale.divisor} of max_running, in "
+            f"{scale.memory_share:.3g} of the memory"
+        )
+    if scale.num_merged > 1:
+        notes.append(f"simulated {scale.num_merged} tokens at a time")
+    if scale.divisor > 1 and scale.memory_share * scale.divisor <= 1:
+        notes.append("which errs upwards")
+    if not all(one.is_whole for one in counted):
+        notes.append(f"ended early, after {counted[-1].num_requests} requests")
+    return f" ({', '.join(notes)})" if notes else ""
 
 
 def read_layout(folder: Path, dtype: str) -> KvLayout:
@@ -307,14 +480,29 @@ def read_layout(folder: Path, dtype: str) -> KvLayout:
     if (folder / SCRIPT_FILE).is_file():  # a slot of a scripted model is as many bytes, whatever its shape is called
         return KvLayout(1, 1, SLOT_BYTES // 4, 1, "bfloat16", "")
     path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        config = config.get("text_config", config)
-    except (OSError, ValueError, AttributeError) as error:
-        raise FailedPrecondition(f"{path}: is not a readable configuration ({error})") from error
+    config = _read_config(path)
     num_layers, num_heads, hidden_size = (_number(path, config, names) for names in NAMES.values())
     num_kv_heads = config.get("num_key_value_heads") or num_heads
     return KvLayout(num_layers, num_kv_heads, config.get("head_dim") or hidden_size // num_heads, 1, dtype, "")
+
+
+def read_max_context(folder: Path, max_context: int | None = None) -> int | None:
+    """Most tokens of one request: of what the model in `folder` says and `max_context`, the lower; None: neither."""
+    if (folder / SCRIPT_FILE).is_file():
+        own = [load_script_config(folder).max_context]
+    else:
+        config = _read_config(folder / "config.json")
+        own = [config[name] for name in CONTEXT_NAMES if isinstance(config.get(name), int)][:1]
+    return min([*own, *([] if max_context is None else [max_context])], default=None)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config = config.get("text_config", config)
+        return dict(config)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise FailedPrecondition(f"{path}: is not a readable configuration ({error})") from error
 
 
 def _number(path: Path, config: dict[str, Any], names: tuple[str, ...]) -> int:
@@ -324,8 +512,40 @@ def _number(path: Path, config: dict[str, Any], names: tuple[str, ...]) -> int:
     raise FailedPrecondition(f"{path}: has no {names[0]}")
 
 
+class PercentLines:
+    """Tells a parent process how much is done: a line for each percent, such as `progress 12`."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._percent = 0
+
+    def __call__(self, done: float) -> None:
+        percent = int(100 * done)
+        if percent > self._percent:
+            self._percent = percent
+            self._file.write(f"{PROGRESS_WORD} {percent}\n")
+            self._file.flush()
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Prints the plan as JSON."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        given = PlanInput(
+            read_layout(parsed.folder, parsed.dtype),
+            read_lengths(parsed.lengths, read_max_context(parsed.folder, parsed.max_context)),
+            parsed.memory_bytes,
+            parsed.max_batched_tokens,
+        )
+        plan = make_plan(given, PercentLines(sys.stderr) if parsed.progress else _ignore)
+    except KvferryError as error:
+        sys.stderr.write(f"error: {error.message}\n")
+        return 1
+    sys.stdout.write(json.dumps(plan) + "\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m engine.plan",
         description="Plan block size and batch from request lengths and a memory budget; prints JSON.",
@@ -336,20 +556,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--memory-bytes", type=int, required=True, help="memory for KV blocks")
     parser.add_argument("--dtype", default="bfloat16", help="of KV: float32 or bfloat16")
     parser.add_argument("--max-batched-tokens", type=int, default=512, help="token budget of a step")
-    parsed = parser.parse_args(arguments)
-    try:
-        given = PlanInput(
-            read_layout(parsed.folder, parsed.dtype),
-            read_lengths(parsed.lengths),
-            parsed.memory_bytes,
-            parsed.max_batched_tokens,
-        )
-        plan = make_plan(given)
-    except KvferryError as error:
-        sys.stderr.write(f"error: {error.message}\n")
-        return 1
-    sys.stdout.write(json.dumps(plan) + "\n")
-    return 0
+    parser.add_argument("--max-context", type=int, help="most tokens of a request, where lower than the model's own")
+    parser.add_argument("--progress", action="store_true", help="write `progress PERCENT` lines to standard error")
+    return parser
 
 
 if __name__ == "__main__":

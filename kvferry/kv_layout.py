@@ -16,6 +16,8 @@ def num_beam_blocks(num_prompt_tokens: int, num_kv_tokens: int, width: int, *, b
 
     They share the full blocks of the prompt, and nothing beyond in the worst case.
     """
+    if num_kv_tokens <= num_prompt_tokens:
+        return -(-num_prompt_tokens // block_size)  # one output token: no beam ever forks
     num_shared = num_prompt_tokens // block_size
     return num_shared + width * (-(-num_kv_tokens // block_size) - num_shared)
 

@@ -72,6 +72,7 @@ class EngineStats:
     num_pinned_blocks: int = 0
     num_integrity_faults: int = 0
     num_unsound_hits: int = 0
+    max_running: int = 0
     memory: MemoryCounters = field(default_factory=MemoryCounters)
 
 

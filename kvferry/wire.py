@@ -6,12 +6,17 @@ call and nothing else.
 
 from __future__ import annotations
 
+import math
+
 from kvferry.errors import InvalidArgument
 from kvferry.kv_layout import DTYPE_BYTES, KvLayout
 from kvferry.sampling import BeamParams, Finish, FinishKind, SamplingParams
 from kvferry.spec import AttemptId, SequenceSpec
 from kvferry.stats import EngineStats, MemorySnapshot, ShipCounters, TenantMemory
 from proto.kvferry.v1 import cache_pb2, types_pb2, worker_pb2
+
+MAX_CHOICES = 256
+"""Most choices or beams of one request that a worker takes: all are made at once when the prompt is done."""
 
 _REASONS: dict[FinishKind, types_pb2.FinishReason] = {
     FinishKind.END_OF_SEQUENCE: types_pb2.FINISH_REASON_END_OF_SEQUENCE,
@@ -126,6 +131,10 @@ def beam_to_pb(beam: BeamParams) -> worker_pb2.BeamSpec:
 
 def beam_from_pb(message: worker_pb2.BeamSpec) -> BeamParams:
     """Raises InvalidArgument when more hypotheses are to be returned than there are beams."""
+    if not 1 <= message.width <= MAX_CHOICES:
+        raise InvalidArgument("sequence.beam.width", f"must be 1 … {MAX_CHOICES}, got {message.width}")
+    if not math.isfinite(message.length_penalty):
+        raise InvalidArgument("sequence.beam.length_penalty", f"{message.length_penalty} is not a finite number")
     if not 1 <= message.num_returned <= message.width:
         raise InvalidArgument("sequence.beam.num_returned", f"must be 1 … {message.width}, got {message.num_returned}")
     return BeamParams(
@@ -176,6 +185,8 @@ def spec_from_pb(message: worker_pb2.SequenceSpec) -> SequenceSpec:
         raise InvalidArgument(
             "sequence.num_prompt_tokens", f"must be 1 … {len(message.token_ids)}, got {message.num_prompt_tokens}"
         )
+    if message.num_choices > MAX_CHOICES:
+        raise InvalidArgument("sequence.num_choices", f"must be at most {MAX_CHOICES}, got {message.num_choices}")
     return SequenceSpec(
         id=attempt_from_pb(message.id),
         token_ids=tuple(message.token_ids),
@@ -221,6 +232,7 @@ def load_to_pb(stats: EngineStats, shipped: ShipCounters, *, num_waiting_grants:
         num_pinned_blocks=stats.num_pinned_blocks,
         num_integrity_faults=stats.num_integrity_faults,
         num_unsound_hits=stats.num_unsound_hits,
+        max_running=stats.max_running,
         tenant_hits=[
             worker_pb2.TenantHits(
                 tenant=tenant, num_queried_tokens=hits.num_queried_tokens, num_hit_tokens=hits.num_hit_tokens

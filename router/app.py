@@ -107,7 +107,7 @@ class RouterApp:
         config = self._config
         return Cluster(
             membership=self.membership,
-            selector=PairSelector(self.membership),
+            selector=PairSelector(self.membership, config.tenants),
             retries=RetryBudget(config.router.retry_budget),
             progress_timeout_s=config.transfer.progress_timeout_s,
             recovery_wait_s=config.router.recovery_wait_s,

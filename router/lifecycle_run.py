@@ -221,6 +221,8 @@ class LifecycleRun:
             num_decode_blocks=num_blocks_needed(
                 prepared.request, num_prompt_tokens, prepared.sampling.max_tokens, layout
             ),
+            num_seats=1 if prepared.request.beam is None else prepared.request.beam.width,
+            tenant=prepared.request.tenant,
         )
 
     def _chosen(self, pair: Pair) -> None:

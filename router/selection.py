@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvferry.config import TenantConfig
 from kvferry.errors import Unavailable
 from router.membership import Membership
 from router.worker import Role, Worker
@@ -21,26 +22,35 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What an attempt needs of each role; a pool must hold its whole sequence there."""
+    """What an attempt needs of each role; a pool, or its tenant's share of it, must hold its whole sequence there.
+
+    Attributes:
+        num_seats: places in decode's batch that it cannot go on without.
+        tenant: whose quota counts.
+    """
 
     prefill: bool
     decode: bool
     num_prefill_blocks: int = 0
     num_decode_blocks: int = 0
+    num_seats: int = 1
+    tenant: str = ""
 
 
 class PairSelector:
-    """Chooses pairs among the members."""
+    """Chooses pairs among the members; `tenants` are those with quotas."""
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, membership: Membership, tenants: Iterable[TenantConfig] = ()) -> None:
         self._membership = membership
+        self._tenants = {tenant.name: tenant for tenant in tenants}
         self._turns = itertools.count()
 
     def choose(self, needs: Needs, *, excluding: frozenset[str], allow_excluded: bool = True) -> Pair:
         """The least loaded pair with room, without the addresses in `excluding` where others are ready.
 
         With `allow_excluded` an excluded worker serves where no other is ready. Where no ready prefill worker's pool
-        can hold the tokens known by now (a resume has more of them than the prompt), decode computes them itself.
+        can hold the tokens known by now (a resume has more of them than the prompt), or no tenant's share of it can,
+        decode computes them itself.
 
         Raises Unavailable naming the role, the addresses and why each is not ready. A role that is missing refuses the
         attempt even where it needs only the other, so that nothing reaches half a pair.
@@ -50,21 +60,30 @@ class PairSelector:
             raise Unavailable("; ".join(missing), retry_after_s=1.0)
         turn = next(self._turns)
         prefill = None
-        has_room = bool(self._with_room(Role.PREFILL, needs.num_prefill_blocks))
-        if needs.prefill and has_room:
-            prefill = self._best(Role.PREFILL, needs.num_prefill_blocks, excluding, allow_excluded, turn)
+        if needs.prefill and self._with_room(Role.PREFILL, needs):
+            prefill = self._best(Role.PREFILL, needs, excluding, allow_excluded, turn)
         decode = None
         if needs.decode or prefill is None:
-            decode = self._best(Role.DECODE, needs.num_decode_blocks, excluding, allow_excluded, turn)
+            decode = self._best(Role.DECODE, needs, excluding, allow_excluded, turn)
         return Pair(prefill, decode)
 
-    def _with_room(self, role: Role, num_blocks: int) -> list[Worker]:
-        return [worker for worker in self._membership.ready(role) if worker.num_blocks >= num_blocks]
+    def _with_room(self, role: Role, needs: Needs) -> list[Worker]:
+        return [worker for worker in self._membership.ready(role) if self._has_room(worker, role, needs)]
 
-    def _best(self, role: Role, num_blocks: int, excluding: frozenset[str], allow_excluded: bool, turn: int) -> Worker:
-        ready = self._with_room(role, num_blocks)
+    def _has_room(self, worker: Worker, role: Role, needs: Needs) -> bool:
+        tenant = self._tenants.get(needs.tenant)
+        quota = None if tenant is None else tenant.max_used_blocks(worker.num_blocks)
+        num_usable = worker.num_blocks if quota is None else quota
+        if role is Role.PREFILL:
+            return num_usable >= needs.num_prefill_blocks
+        has_seats = worker.max_running == 0 or worker.max_running >= needs.num_seats
+        return has_seats and num_usable >= needs.num_decode_blocks
+
+    def _best(self, role: Role, needs: Needs, excluding: frozenset[str], allow_excluded: bool, turn: int) -> Worker:
+        ready = self._with_room(role, needs)
         if not ready:
-            raise Unavailable(f"no ready {role.value} worker has a pool of {num_blocks} blocks", retry_after_s=1.0)
+            num_blocks = needs.num_prefill_blocks if role is Role.PREFILL else needs.num_decode_blocks
+            raise Unavailable(f"no ready {role.value} worker has room for {num_blocks} blocks", retry_after_s=1.0)
         others = [worker for worker in ready if worker.address not in excluding]
         if not others and not allow_excluded:
             raise Unavailable(f"every ready {role.value} worker has failed this request before", retry_after_s=1.0)

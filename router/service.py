@@ -162,7 +162,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         known = [worker for worker in membership.workers if worker.status is not None and worker.was_accepted]
         if served is None or not known:
             raise Unavailable("; ".join(membership.missing), retry_after_s=1.0)
-        decode = [worker.num_blocks for worker in known if worker.role is Role.DECODE]
+        decode = [worker for worker in known if worker.role is Role.DECODE]
         if not decode:
             raise Unavailable(membership.why_missing(Role.DECODE), retry_after_s=1.0)
         return Limits(
@@ -174,7 +174,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             max_request_bytes=config.router.max_request_bytes,
             layout=served.layout,
             num_prefill_blocks=max((w.num_blocks for w in known if w.role is Role.PREFILL), default=0),
-            num_decode_blocks=max(decode),
+            num_decode_blocks=max(worker.num_blocks for worker in decode),
+            max_beams=max(worker.max_running for worker in decode) or None,
         )
 
     def _limits_of(self, tenant: Tenant) -> Limits:

@@ -53,6 +53,7 @@ class Limits:
         layout: of the KV blocks.
         num_prefill_blocks: blocks of the largest prefill pool; 0 where decode computes prompts itself.
         num_decode_blocks: blocks of the largest decode pool.
+        max_beams: places in the largest batch of a decode worker; None where none has said.
         adapters: adapters that may be named.
         num_quota_prefill_blocks, num_quota_decode_blocks: most blocks of the caller's tenant in those pools; None where
             it has no quota.
@@ -67,6 +68,7 @@ class Limits:
     layout: KvLayout
     num_prefill_blocks: int
     num_decode_blocks: int
+    max_beams: int | None = None
     adapters: tuple[str, ...] = ()
     num_quota_prefill_blocks: int | None = None
     num_quota_decode_blocks: int | None = None
@@ -192,7 +194,7 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
     _refuse_idle_beside_beams(message)
     sampling, stopping, response = message.sampling, message.stopping, message.response
     n, temperature = _n(sampling), _temperature(sampling)
-    beam = _beam(message.beam_search, n, limits.vocab_size) if message.HasField("beam_search") else None
+    beam = _beam(message.beam_search, n, limits) if message.HasField("beam_search") else None
     tier = message.tier or limits.default_tier
     return Request(
         label=_label(message.request_id),
@@ -496,17 +498,21 @@ def _best_of(sampling: pb.SamplingOptions, n: int, temperature: float) -> int:
     return best_of
 
 
-def _beam(beam: pb.BeamSearch, n: int, vocab_size: int) -> BeamParams:
+def _beam(beam: pb.BeamSearch, n: int, limits: Limits) -> BeamParams:
     if not 1 <= beam.width <= MAX_BEAM_WIDTH:
         raise InvalidArgument("beam_search.width", f"{beam.width} is not between 1 and {MAX_BEAM_WIDTH}")
-    if 2 * beam.width > vocab_size:
-        raise InvalidArgument("beam_search.width", f"{beam.width} is above half the vocabulary of {vocab_size} ids")
+    if 2 * beam.width > limits.vocab_size:
+        most = limits.vocab_size // 2
+        raise InvalidArgument("beam_search.width", f"{beam.width} is above {most}, half the vocabulary")
+    if limits.max_beams is not None and beam.width > limits.max_beams:
+        most = limits.max_beams
+        raise InvalidArgument("beam_search.width", f"{beam.width} is above {most}, the places of the largest batch")
     if n > beam.width:
         raise InvalidArgument("sampling.n", f"{n} is above beam_search.width, {beam.width}")
     length_penalty = _finite("beam_search.length_penalty", beam.length_penalty)
     if abs(length_penalty) > MAX_LENGTH_PENALTY:
-        limits = f"-{MAX_LENGTH_PENALTY:g} and {MAX_LENGTH_PENALTY:g}"
-        raise InvalidArgument("beam_search.length_penalty", f"{length_penalty:g} is not between {limits}")
+        bounds = f"-{MAX_LENGTH_PENALTY:g} and {MAX_LENGTH_PENALTY:g}"
+        raise InvalidArgument("beam_search.length_penalty", f"{length_penalty:g} is not between {bounds}")
     return BeamParams(
         width=beam.width,
         length_penalty=length_penalty if beam.HasField("length_penalty") else 1.0,

@@ -136,6 +136,11 @@ class Worker:
     def num_blocks(self) -> int:
         return self.status.load.num_blocks if self.status is not None else 0
 
+    @property
+    def max_running(self) -> int:
+        """Places in its batch; 0 where it has not said."""
+        return self.status.load.max_running if self.status is not None else 0
+
     @contextmanager
     def used(self) -> Iterator[None]:
         """Counts one attempt as running there for the length of the block."""

@@ -1,7 +1,7 @@
 """`kvferry plan`: block size and batch for the lengths of one's own requests and a memory budget.
 
 The planning runs our scheduler, which lives beside the model code: it is a process of its own (`engine/plan.py`), which
-loads no model and no torch.
+loads no model and no torch, and tells how far it is, for a bar on a terminal.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvferry.cli.console import write, write_json, write_table
 from kvferry.cli.options import ConfigOption, DtypeOption, JsonOption, ModelOption, SetOption, configuration
@@ -34,6 +37,9 @@ UNIT_BYTES = {
     "gi": 2**30,
     "ti": 2**40,
 }
+
+MAX_MEMORY_BYTES = 1 << 50
+"""1 PiB, beyond any machine."""
 
 LengthsOption = Annotated[
     Path, typer.Option("--lengths", metavar="FILE.csv", help="One request a line: prompt_len,output_len in tokens.")
@@ -69,24 +75,55 @@ def plan(
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `8GiB`, `500MB`, `1.5 g` or `1048576`; InvalidArgument when it is none of these or less than one."""
+    """Bytes of `8GiB`, `500MB`, `1.5 g` or `1048576`.
+
+    Raises:
+        InvalidArgument: it is none of these, less than one byte or more than `MAX_MEMORY_BYTES`.
+    """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?|)b?", text.strip().lower())
-    if match is None or float(match[1]) * UNIT_BYTES[match[2]] < 1:
-        raise InvalidArgument("--memory", f"must be a size such as 8GiB, 500MB or 1048576, got {text!r}")
-    return int(float(match[1]) * UNIT_BYTES[match[2]])
+    size_bytes = 0.0 if match is None else float(match[1]) * UNIT_BYTES[match[2]]  # infinite for hundreds of digits
+    if size_bytes < 1:
+        raise InvalidArgument("--memory", f"must be a size such as 8GiB, 500MB or 1048576, got {text[:40]!r}")
+    if size_bytes > MAX_MEMORY_BYTES:
+        raise InvalidArgument("--memory", f"must be at most {MAX_MEMORY_BYTES} bytes (1 PiB), got {text[:40]!r}")
+    return int(size_bytes)
 
 
 def _ask_engine(config: Config, lengths: Path, memory_bytes: int) -> dict[str, Any]:
     folder = ModelStore(config.model.cache_path).find(config.model.name)
-    command = [sys.executable, "-m", "engine.plan", "--folder", str(folder), "--lengths", str(lengths)]
+    command = [sys.executable, "-m", "engine.plan", "--folder", str(folder), "--lengths", str(lengths), "--progress"]
     command += ["--memory-bytes", str(memory_bytes), "--dtype", config.model.dtype]
     command += ["--max-batched-tokens", str(config.engine.max_batched_tokens)]
-    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if result.returncode != 0:
-        last = (result.stderr.strip() or "the planner said nothing").splitlines()[-1]
-        raise FailedPrecondition(last.removeprefix("error: "))
-    answer: dict[str, Any] = json.loads(result.stdout)
+    if config.engine.max_context is not None:
+        command += ["--max-context", str(config.engine.max_context)]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        said = _show_progress(process.stderr)
+        made = process.stdout.read()  # one line at the very end, so nothing waits for it to be read
+    if process.returncode != 0:
+        raise FailedPrecondition(said[-1].removeprefix("error: ") if said else "the planner said nothing")
+    answer: dict[str, Any] = json.loads(made)
     return answer
+
+
+def _show_progress(lines: Iterable[str]) -> list[str]:
+    """Shows the planner's progress on a terminal, and returns its other lines."""
+    said = []
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"))
+    console = Console(stderr=True)
+    with Progress(
+        *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("simulating requests", total=100)
+        for line in lines:
+            word, _, percent = line.strip().partition(" ")
+            if word == "progress" and percent.isdigit():
+                progress.update(task, completed=int(percent))
+            elif line.strip():
+                said.append(line.strip())
+    return said
 
 
 def _write_plan(made: dict[str, Any], model: str, memory: str) -> None:

@@ -8,10 +8,11 @@ from decode_svc.admission import DecodeAdmission, Reservation
 from engine.core import EngineCore, EngineLimits
 from engine.forward_batch import SampledToken
 from engine.outputs import GrantMade, SequenceCommitted, TokenSampled
+from engine.scheduler import Schedule
 from engine.scripted import ScriptedRunner, reference_continuation, slots_of
 from engine.sequence import Priority, Sequence
 from kvferry.errors import FailedPrecondition, NotFound
-from kvferry.sampling import SamplingParams
+from kvferry.sampling import BeamParams, SamplingParams
 from kvtransfer.transport import CommitOutcome
 
 BLOCK_SIZE = 4
@@ -229,16 +230,33 @@ def test_pins_stay_while_others_will_give_blocks_back() -> None:
     assert pool.num_pinned == 2
 
 
-def test_a_group_waits_for_places_for_all_its_choices() -> None:
+def test_choices_wait_for_places_one_by_one_and_beams_for_all() -> None:
     limits = EngineLimits(max_batched_tokens=16, max_running=4)
     admission = DecodeAdmission(EngineCore(ScriptedRunner(num_blocks=64, block_size=BLOCK_SIZE), limits))
-    first, second = sequence(admission, "first", [1] * 5), sequence(admission, "second", [2] * 5, arrival=1)
-    first.num_choices, second.num_choices = 3, 2
-    offer(admission, first)
-    offer(admission, second)
-    assert [output.seq_id for output in admission.poll()] == ["first"]
-    admission.unregister("first")
-    assert [output.seq_id for output in admission.poll()] == ["second"]
+    many = sequence(admission, "many", [1] * 5)
+    many.num_choices = 9
+    beams = sequence(admission, "beams", [2] * 5, arrival=1)
+    beams.beam = BeamParams(4)
+    small = sequence(admission, "small", [3] * 5, arrival=2)
+    for made in (many, beams, small):
+        offer(admission, made)
+    assert [output.seq_id for output in admission.poll()] == ["many", "small"]
+    admission.unregister("many")
+    admission.unregister("small")
+    assert [output.seq_id for output in admission.poll()] == ["beams"]
+
+
+def test_a_higher_tier_is_granted_before_what_waits_in_a_lower_one() -> None:
+    admission = make(num_blocks=16)
+    core = core_of(admission)
+    low = sequence(admission, "low", [1] * 5, rank=2)
+    low.num_choices = 1
+    ship(admission, low)
+    run_one = core.scheduler.running[0]
+    core.scheduler.preempt(run_one.unit, Schedule())
+    offer(admission, sequence(admission, "late", [2] * 5, rank=2, arrival=9))
+    offer(admission, sequence(admission, "high", [3] * 5, rank=0, arrival=9))
+    assert [output.seq_id for output in admission.poll() if isinstance(output, GrantMade)] == ["high"]
 
 
 def test_a_grant_waits_for_blocks_that_are_on_their_way_for_another() -> None:

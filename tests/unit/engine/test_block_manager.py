@@ -263,7 +263,8 @@ def check_window_tables(core: EngineCore, window: int) -> None:
     """Every entry of a table names a block that its sequence holds; one that decodes holds what its window needs."""
     for sequence in core.sequences.values():
         assert set(sequence.block_table) <= set(sequence.held_blocks), sequence.seq_id
-        if sequence.status is SequenceStatus.RUNNING and sequence.num_uncomputed_tokens == 1:
+        has_stepped = sequence.gang is None or sequence.num_preemptions == 0  # a resumed beam may not have yet
+        if sequence.status is SequenceStatus.RUNNING and sequence.num_uncomputed_tokens == 1 and has_stepped:
             assert len(sequence.held_blocks) <= -(-window // BLOCK_SIZE) + 1, sequence.seq_id
         first_needed = max(0, sequence.num_computed_tokens - window + 1)
         assert sequence.num_dropped_blocks * BLOCK_SIZE <= first_needed, "a block that is still needed is gone"

@@ -147,17 +147,21 @@ def test_a_tenant_takes_no_more_than_its_quota() -> None:
     assert pool.allocate(1, "a") == [2]
 
 
-def test_revived_blocks_count_for_the_quota_of_their_owner_only() -> None:
+def test_revived_blocks_count_for_the_quota_of_whoever_revives_them() -> None:
+    """Blocks shared by a salt: what one tenant goes on using is not charged to the other for ever."""
     pool = BlockPool(8, {"a": BlockQuota(max_used_blocks=3)})
     own = cache(pool, 2, first=0, tenant="a")
     foreign = cache(pool, 2, first=2, tenant="b")
     assert pool.room(1, revived=own, tenant="a") is Room.ENOUGH
     assert pool.room(2, revived=own, tenant="a") is Room.OVER_QUOTA
-    assert pool.room(3, revived=foreign, tenant="a") is Room.ENOUGH
-    pool.touch(own[0])
-    assert pool.room(1, revived=own, tenant="a") is Room.ENOUGH, "a block in use costs nothing more"
+    assert pool.room(2, revived=foreign, tenant="a") is Room.OVER_QUOTA
+    pool.touch(own[0], "b")
+    assert pool.tenant(own[0]) == "b"
+    assert pool.room(3, revived=own[:1], tenant="a") is Room.ENOUGH, "a block in use costs nothing more"
+    pool.touch(foreign[0], "a")
     assert pool.allocate(3, "a") is None, "the revived block is charged"
-    assert pool.room(6, revived=foreign, tenant="b") is Room.NO_BLOCKS
+    assert pool.allocate(2, "a") is not None
+    pool.check_integrity({own[0]: 1, foreign[0]: 1, **{block_id: 1 for block_id in range(4, 6)}})
 
 
 def test_beyond_the_quota_of_cached_blocks_the_oldest_is_dropped() -> None:

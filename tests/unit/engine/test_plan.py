@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 
-from engine.plan import Choice, PlanInput, choices, choose, holding, make_plan, read_layout
+from engine import plan as planning
+from engine.forward_batch import SequenceSlice
+from engine.plan import (
+    MAX_WORK,
+    WATERMARKS,
+    Choice,
+    PercentLines,
+    PlanInput,
+    PlanRunner,
+    choices,
+    choose,
+    drawn,
+    holding,
+    main,
+    make_plan,
+    read_layout,
+    read_max_context,
+    scale_of,
+)
 from kvferry.errors import FailedPrecondition, ResourceExhausted
 from kvferry.kv_layout import KvLayout
 from kvferry.lengths import RequestLength
 
 LAYOUT = KvLayout(1, 1, 2, 1, "bfloat16", "")  # 8 bytes a token
+SMOLLM = KvLayout(30, 3, 64, 1, "bfloat16", "")  # 23,040 bytes a token
+MILLION = 1 << 20
 
 
 def test_blocks_of_one_request_by_hand() -> None:
@@ -78,6 +99,142 @@ def test_batch_beyond_the_budget_raises_the_budget() -> None:
     given = PlanInput(LAYOUT, [RequestLength(8, 8)] * 3, memory_bytes=8 * 16 * 300, max_batched_tokens=64)
     settings = make_plan(given)["settings"]
     assert settings["max_batched_tokens"] == settings["max_running"] > 64
+
+
+class Meter:
+    """Counts what the runners of all simulations are asked for."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.num_steps = self.num_slices = 0
+        run = PlanRunner.run
+
+        def counted(runner: PlanRunner, slices: list[SequenceSlice]) -> object:
+            self.num_steps += 1
+            self.num_slices += len(slices)
+            return run(runner, slices)
+
+        patch.setattr(PlanRunner, "run", counted)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "memory_bytes", "max_batched_tokens"),
+    [
+        ([(1000, 8000), (500, 4000), (2000, 6000)], 40 << 30, 512),
+        ([(20, 200_000)], 100 << 30, 512),
+        ([(1, 1)], 1 << 50, 512),
+        ([(MILLION, MILLION)], 1 << 50, 512),
+        ([(MILLION, 20)], 1 << 50, 1),
+        ([(1, 8000)], 4 << 30, 512),
+        ([(1, 1)] * 99 + [(20, 200_000)], 100 << 30, 512),
+    ],
+)
+def test_work_is_bounded_whatever_the_lengths(
+    lengths: list[tuple[int, int]], memory_bytes: int, max_batched_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meter = Meter(monkeypatch)
+    requests = [RequestLength(*pair) for pair in lengths]
+    plan = make_plan(PlanInput(SMOLLM, requests, memory_bytes, max_batched_tokens))
+    counted = plan["simulated"]["watermarks"]
+    assert 0 < meter.num_steps <= meter.num_slices <= MAX_WORK * len(counted)
+    assert all(row["num_requests"] > 0 and row["mean_running"] > 0 and row["is_whole"] for row in counted)
+
+
+def test_reduced_simulation_says_its_share() -> None:
+    given = PlanInput(SMOLLM, [RequestLength(20, 200_000)], memory_bytes=100 << 30)
+    plan = make_plan(given)
+    simulated = plan["simulated"]
+    assert (simulated["scale"], simulated["memory_share"], simulated["max_running"]) == (2, 0.5, 23)
+    assert simulated["tokens_per_simulated_token"] > 1
+    assert "simulated with 23 sequences at most, 1/2 of max_running, in 0.5 of the memory" in plan["reasons"][2]
+    assert f"simulated {simulated['tokens_per_simulated_token']} tokens at a time" in plan["reasons"][2]
+
+
+def test_simulation_that_takes_too_long_ends_early_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "MAX_WORK", 500)
+    plan = make_plan(PlanInput(LAYOUT, [RequestLength(100, 4)] * 5, memory_bytes=8 * 1040))
+    (row,) = plan["simulated"]["watermarks"]
+    assert not row["is_whole"] and 0 < row["num_requests"] < 30
+    assert f"ended early, after {row['num_requests']} requests" in plan["reasons"][2]
+
+
+def test_merged_tokens_hold_the_same_blocks() -> None:
+    """Two tokens at a time, 7 + 40 tokens in blocks of 16 are 4 + 20 in blocks of 8: 1, then 2, then 3 blocks."""
+    choice = Choice(16, 100, 2.0, 0.5, 0.01, 50, 40)
+    given = PlanInput(LAYOUT, [RequestLength(7, 960)], memory_bytes=8 * 1600)
+    scale = scale_of(given, choice)
+    assert (scale.divisor, scale.num_blocks, scale.max_running) == (1, 100, 50)
+    assert scale.num_merged > 1 and scale.block_size * scale.num_merged == 16
+    (length,) = scale.lengths
+    for num_tokens in range(0, 960, scale.num_merged):
+        merged = length.num_prompt_tokens + num_tokens // scale.num_merged
+        assert -(-merged // scale.block_size) == -(-(7 + num_tokens) // 16)
+
+
+def test_requests_drawn_from_a_sorted_list_are_of_all_sizes() -> None:
+    lengths = [RequestLength(1 + index, 1) for index in range(1000)]
+    found = sorted(one.num_prompt_tokens for one in drawn(lengths, 100))
+    assert len(set(found)) == 100
+    assert max(after - before for before, after in zip([0, *found], [*found, 1001], strict=True)) <= 50
+    assert drawn(lengths, 1000) == lengths
+    assert len(drawn(lengths[:3], 2)) == 2
+
+
+def test_sequences_that_finish_in_a_step_ran_in_it() -> None:
+    """One token each: every sequence ends in the step that it starts in; eight of them fit."""
+    plan = make_plan(PlanInput(LAYOUT, [RequestLength(1, 1)], memory_bytes=8 * 64))
+    (row,) = plan["simulated"]["watermarks"]
+    assert plan["settings"]["max_running"] == 8
+    assert 7.0 <= row["mean_running"] <= 8.0
+    assert f"{row['mean_running']:g} sequences run on average" in plan["reasons"][2]
+
+
+def test_progress_rises_to_one_and_is_told_by_the_percent() -> None:
+    told: list[float] = []
+    make_plan(PlanInput(LAYOUT, [RequestLength(4, 200 + 7 * index) for index in range(20)], 8 * 4000), told.append)
+    assert told[-1] == 1.0 and len(told) > 100
+    assert told == sorted(told)
+    file = io.StringIO()
+    report = PercentLines(file)
+    for done in (0.0, 0.011, 0.012, 0.5, 1.0):
+        report(done)
+    assert file.getvalue() == "progress 1\nprogress 50\nprogress 100\n"
+    assert len(WATERMARKS) > 1
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "expected"),
+    [
+        ({"max_position_embeddings": 8192}, None, 8192),
+        ({"max_position_embeddings": 8192}, 4096, 4096),
+        ({"max_position_embeddings": 8192}, 10_000, 8192),
+        ({"n_positions": 1024}, None, 1024),
+        ({"text_config": {"max_position_embeddings": 77}}, None, 77),
+        ({}, None, None),
+        ({}, 99, 99),
+    ],
+)
+def test_context_comes_from_the_configuration(
+    config: dict[str, object], given: int | None, expected: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_max_context(tmp_path, given) == expected
+
+
+def test_requests_beyond_the_context_are_refused_by_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kvferry_scripted.json").write_text('{"max_context": 50}')
+    (tmp_path / "lengths.csv").write_text("10,40\n10,41\n")
+    arguments = ["--folder", str(tmp_path), "--lengths", str(tmp_path / "lengths.csv"), "--memory-bytes", "80000"]
+    assert main(arguments) == 1
+    assert "line 2: prompt_len + output_len are 51 tokens; the model's context is 50" in capsys.readouterr().err
+    assert main([*arguments, "--max-context", "49"]) == 1
+    assert "line 1: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[]", "7", "{"])
+def test_unreadable_configuration_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(FailedPrecondition, match="is not a readable configuration"):
+        read_max_context(tmp_path)
 
 
 def test_memory_that_holds_no_request_is_refused() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import pytest
 
+from kvferry.config import TenantConfig
 from kvferry.errors import Unavailable
 from router.membership import Membership
 from router.selection import Needs, PairSelector
@@ -21,6 +22,7 @@ class Member:
     address: str
     num_blocks: int
     load: int = 0
+    max_running: int = 0
 
 
 class Members:
@@ -59,7 +61,7 @@ def test_decode_computes_what_no_prefill_pool_can_hold() -> None:
 
 
 def test_no_decode_with_room_is_said() -> None:
-    with pytest.raises(Unavailable, match="pool of 300 blocks"):
+    with pytest.raises(Unavailable, match="room for 300 blocks"):
         chosen(selector([Member("p", 20)], [Member("d", 200)]), Needs(True, True, 5, 300))
 
 
@@ -68,3 +70,25 @@ def test_an_excluded_worker_serves_only_where_allowed() -> None:
     with pytest.raises(Unavailable, match="has failed this request before"):
         chosen(select, Needs(True, True, 1, 1), excluding=frozenset({"d"}), allow_excluded=False)
     assert chosen(select, Needs(True, True, 1, 1), excluding=frozenset({"d"})) == ("p", "d")
+
+
+def test_a_tenants_share_of_a_pool_must_hold_its_sequence() -> None:
+    """On prefill too: else a resume is refused there in mid-answer."""
+    tenants = [TenantConfig(name="search", max_used_share=0.25)]
+    small, large = Member("small", 16), Member("large", 64)
+    members = Members([Member("prefill", 32)], [small, large])
+    select = PairSelector(cast(Membership, members), tenants)
+    needs = Needs(prefill=True, decode=True, num_prefill_blocks=5, num_decode_blocks=8, tenant="search")
+    for _ in range(4):
+        assert chosen(select, needs) == ("prefill", "large")
+    too_long = replace(needs, num_prefill_blocks=9)
+    assert chosen(select, too_long) == (None, "large")
+    anybody = replace(too_long, tenant="")
+    assert {chosen(select, anybody) for _ in range(4)} == {("prefill", "small"), ("prefill", "large")}
+
+
+def test_beams_go_where_the_batch_has_places_for_them() -> None:
+    narrow, wide, unknown = Member("narrow", 64, max_running=2), Member("wide", 64, max_running=8), Member("silent", 64)
+    select = selector([Member("prefill", 64)], [narrow, wide, unknown])
+    needs = Needs(prefill=True, decode=True, num_seats=4)
+    assert {chosen(select, needs)[1] for _ in range(6)} == {"wide", "silent"}

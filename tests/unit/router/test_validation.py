@@ -332,8 +332,9 @@ def test_one_choice_must_fit_alone_and_beams_together() -> None:
     one_more = replace(beams(2), max_tokens=14)
     with pytest.raises(ResourceExhausted, match=r"needs 5 KV blocks \(2 beams of up to 33 tokens\).* has 3"):
         fit(one_more, 20, limits)
-    with pytest.raises(ResourceExhausted, match=r"needs 4 KV blocks \(3 beams of up to 20 tokens\).* has 3"):
-        fit(beams(3), 20, limits)  # not even one token
+    assert fit(beams(3), 20, limits) == 1  # no beam forks for one token
+    with pytest.raises(ResourceExhausted, match=r"needs 4 KV blocks \(3 beams of up to 21 tokens\).* has 3"):
+        fit(replace(beams(3), max_tokens=2), 20, limits)
     assert num_blocks_needed(one_more, 20, 14, LAYOUT) == 1 + 2 * 2
     assert num_blocks_needed(one_more, 32, 1, LAYOUT) == 2
     assert num_blocks_needed(several, 20, 29, LAYOUT) == 3

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pty
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from kvferry.cli.plan import parse_size
+from kvferry.cli.plan import MAX_MEMORY_BYTES, parse_size
 from kvferry.errors import InvalidArgument
 
 pytestmark = pytest.mark.processes
@@ -77,6 +78,9 @@ async def test_text_can_be_pasted_into_the_configuration(model: Path, lengths: P
         ("1KiB", "100,4\n5\n", "line 2: 1 cells"),
         ("512B", "100,4\n", "512 bytes hold 64 tokens"),
         ("lots", "100,4\n", "--memory: must be a size such as 8GiB"),
+        ("9" * 400, "100,4\n", "--memory: must be at most 1125899906842624 bytes"),
+        ("1KiB", f"100,4\n{'9' * 5000},4\n", "line 2: prompt_len must be a whole number from 1 to 1048576"),
+        ("1MiB", "100,4\n100,3997\n", "line 2: prompt_len + output_len are 4097 tokens; the model's context is 4096"),
     ],
 )
 async def test_errors_are_one_line(memory: str, text: str, expected: str, model: Path, tmp_path: Path) -> None:
@@ -85,6 +89,32 @@ async def test_errors_are_one_line(memory: str, text: str, expected: str, model:
     outcome = await plan("--lengths", str(path), "--memory", memory, "--model", str(model), cwd=tmp_path)
     assert (outcome.code, outcome.stdout) == (1, "")
     assert expected in outcome.stderr and outcome.stderr.count("\n") == 1
+
+
+async def test_context_of_the_configuration_counts(model: Path, lengths: Path, tmp_path: Path) -> None:
+    arguments = ("--lengths", str(lengths), "--memory", "8320", "--model", str(model))
+    outcome = await plan(*arguments, "--set", "engine.max_context=103", cwd=tmp_path)
+    assert outcome.code == 1
+    assert "line 2: prompt_len + output_len are 104 tokens; the model's context is 103" in outcome.stderr
+
+
+async def test_terminal_sees_progress_and_a_pipe_does_not(model: Path, lengths: Path, tmp_path: Path) -> None:
+    arguments = ("plan", "--lengths", str(lengths), "--memory", "8320", "--model", str(model), "--json")
+    ours, theirs = pty.openpty()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvferry.cli.app", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=theirs,
+        cwd=tmp_path,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+    )
+    os.close(theirs)
+    stdout, _ = await process.communicate()
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert process.returncode == 0 and json.loads(stdout)["concurrency"] == 10
+    assert "simulating requests" in shown and "%" in shown
+    assert (await plan(*arguments[1:], cwd=tmp_path)).stderr == ""
 
 
 async def test_help_has_an_example(tmp_path: Path) -> None:
@@ -98,6 +128,14 @@ async def test_help_has_an_example(tmp_path: Path) -> None:
 )
 def test_sizes(text: str, expected: int) -> None:
     assert parse_size(text) == expected
+
+
+def test_sizes_are_bounded() -> None:
+    assert parse_size("1024TiB") == MAX_MEMORY_BYTES
+    for text in ("1024.1TiB", "1" + "0" * 400, "9" * 5000 + "GiB"):
+        with pytest.raises(InvalidArgument, match="--memory: must be at most 1125899906842624 bytes") as caught:
+            parse_size(text)
+        assert len(caught.value.message) < 200
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "0", "8 apples", "1e9"])
