@@ -3,6 +3,7 @@
 Cost: the engine alone (no services) runs prompts that share nothing, with the cache on and off in turn, over and over:
 
     throughput_ratio    tokens a second with the cache ÷ without it; the median over pairs of neighbouring rounds
+    ratio_quartiles     the middle half of the pairs lies between these
     bookkeeping_share   time in hashing, looking up, announcing and publishing ÷ time of the whole run, from a
                         profile of the functions that only the cache needs; less noisy than the ratio
 
@@ -36,8 +37,10 @@ from kvferry.config import Config, load_config
 from kvferry.model_store import ModelStore
 from kvferry.sampling import SamplingParams
 
-NUM_ROUNDS = 7
+NUM_ROUNDS = 15
 NUM_PROMPTS, NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 8, 192, 16
+NUM_BLOCKS = 200
+"""So few that the cache has to evict from the second round on, and that no round is the first to touch its memory."""
 LONG_PROMPT_TOKENS = 1_000
 CACHE_FUNCTIONS = ("match_prefix", "computing_next", "_announce", "_retract", "publish")
 
@@ -47,6 +50,7 @@ class CacheCost:
     """The cache where nothing is shared."""
 
     throughput_ratio: float
+    ratio_quartiles: tuple[float, float]
     bookkeeping_share: float
     tokens_per_s: float
 
@@ -79,7 +83,7 @@ def run_memory() -> dict[str, object]:
 
 def measure_cache_cost(config: Config) -> CacheCost:
     """Rounds with and without the cache in turn, on one core object each, so that both have the same model."""
-    core = open_core(config.replace("engine", num_threads=2, preemption="recompute"))
+    core = open_core(config.replace("engine", num_threads=2, preemption="recompute", num_blocks=NUM_BLOCKS))
     rates: dict[bool, list[float]] = {True: [], False: []}
     share = 0.0
     for number in range(NUM_ROUNDS + 1):  # the first pair warms up
@@ -90,8 +94,9 @@ def measure_cache_cost(config: Config) -> CacheCost:
             if number:
                 rates[caching].append(rate)
                 share = max(share, spent.total_s / spent.wall_s) if caching else share
-    ratio = statistics.median(on / off for on, off in zip(rates[True], rates[False], strict=True))
-    return CacheCost(round(ratio, 4), round(share, 5), round(statistics.median(rates[True]), 1))
+    ratios = [on / off for on, off in zip(rates[True], rates[False], strict=True)]
+    low, middle, high = (round(value, 4) for value in statistics.quantiles(ratios, n=4))
+    return CacheCost(middle, (low, high), round(share, 5), round(statistics.median(rates[True]), 1))
 
 
 def _rate(core: EngineCore, seed: int) -> float:

@@ -14,7 +14,7 @@ import pytest
 from engine.scripted import load_script_config, reference_continuation
 from kvferry.client import ChatMessage, Completion, GenerateOptions
 from kvferry.config import Config
-from kvferry.errors import InvalidArgument, NotFound, ResourceExhausted, UnsupportedField
+from kvferry.errors import InvalidArgument, NotFound, ResourceExhausted
 from kvferry.sampling import FinishKind
 from tests.support.deployment import Deployment, chat_folder, deployment_config, running_deployment
 from tests.support.workers import core_of
@@ -160,7 +160,7 @@ BAD = {
     "nan temperature": (GenerateOptions(prompt=[1], temperature=float("nan")), InvalidArgument, "temperature"),
     "unknown model": (GenerateOptions(prompt=[1], model="gpt-9"), NotFound, "gpt-9"),
     "unknown tier": (GenerateOptions(prompt=[1], tier="gold"), InvalidArgument, "gold"),
-    "several choices": (GenerateOptions(prompt=[1], n=2), UnsupportedField, "n"),
+    "too many choices": (GenerateOptions(prompt=[1], n=65), InvalidArgument, "sampling.n: 65"),
     "larger than the pool": (GenerateOptions(prompt=[1], max_tokens=600), ResourceExhausted, "128"),
 }
 
