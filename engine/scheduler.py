@@ -110,7 +110,7 @@ class Scheduler:
 
     @property
     def num_seats_taken(self) -> int:
-        """Places in the batch: of running and reserved sequences, and of what prompts will fork into."""
+        """Places in the batch: of running and reserved sequences, and of the beams that prompts will fork into."""
         return sum(sequence.num_seats for sequence in (*self.running, *self.reserved))
 
     def add(self, sequence: Sequence) -> None:
