@@ -374,9 +374,8 @@ class BlockPool:
         """
         if not self._pins:
             return 0
-        idle = [
-            block_id for block_id in self._pin_counts if self._blocks[block_id].ref_count == 1
-        ]  # all pins: one holder
+        # All pins of a block are one holder.
+        idle = [block_id for block_id in self._pin_counts if self._blocks[block_id].ref_count == 1]
         if tenant is None:
             return self.unpin_all() if self.counts.used == len(idle) else 0
         account = self._accounts.get(tenant)

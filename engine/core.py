@@ -251,11 +251,11 @@ class EngineCore:
             end_ns = self._clock_ns()
             self.num_steps += 1
             results = list(zip(schedule.chunks, sampled, strict=True))
-            gangs = {id(chunk.sequence.gang): chunk.sequence.gang for chunk in schedule.chunks}  # before any begins
+            gangs = {id(gang): gang for chunk in schedule.chunks if (gang := chunk.sequence.gang)}  # before any begins
             for chunk, result in results:
                 outputs += self._process(chunk, result, start_ns, end_ns)
             for gang in gangs.values():
-                outputs += self._step_gang(gang, results) if gang is not None else []
+                outputs += self._step_gang(gang, results)
         elif self.is_blocked and len(self.scheduler.waiting) and self.yield_pins():
             self.is_blocked = False
         if self._checks_integrity and not self.has_work:

@@ -52,15 +52,15 @@ def open_core(config: Config, *, digests: bool = False) -> EngineCore:
         ),
     )
     warm_up(runner)
-    num_swap_blocks = engine.swap_blocks(runner.layout.block_bytes)
+    num_swap_blocks = 0 if engine.preemption == "recompute" else engine.swap_blocks(runner.layout.block_bytes)
     limits = EngineLimits(
         max_batched_tokens=engine.max_batched_tokens,
         max_running=min(engine.max_running, engine.max_batched_tokens),
         max_chunk_tokens=engine.max_chunk_tokens,
         num_watermark_blocks=max(1, int(engine.watermark * runner.num_blocks)),
         prefix_caching=engine.prefix_caching,
-        num_swap_blocks=num_swap_blocks if engine.preemption != "recompute" else 0,
-        preemption=measure_preemption(runner, engine.preemption),
+        num_swap_blocks=num_swap_blocks,
+        preemption=measure_preemption(runner, engine.preemption if num_swap_blocks else "recompute"),
         quotas=block_quotas(config.tenants, runner.num_blocks),
         digests=digests,
         check_integrity=engine.check_integrity,

@@ -186,15 +186,13 @@ class Scheduler:
 
     def preempt(self, unit: SequenceOf[Sequence], schedule: Schedule) -> None:
         """Takes a running unit's blocks and queues it, swapped or to be recomputed; noted in `schedule`."""
-        is_swapped = self.preemption.prefers_swap(unit, self.block_manager.block_size) and self.block_manager.swap_out(
-            unit
-        )
+        prefers_swap = self.preemption.prefers_swap(unit, self.block_manager.block_size)
+        is_swapped = prefers_swap and self.block_manager.swap_out(unit)
         for sequence in unit:
             self.running.remove(sequence)
             sequence.num_preemptions += 1
             schedule.preempted.append(Preempted(sequence, is_swapped))
             if is_swapped:
-                assert sequence.swapped is not None
                 self.counters.num_swap_preemptions += 1
             else:
                 sequence.num_lost_tokens = sequence.num_computed_tokens
