@@ -325,6 +325,7 @@ async def test_a_block_that_changes_before_it_is_sent_never_runs(tmp_path: Path)
     options = GenerateOptions(prompt=list(range(20, 60)), max_tokens=8, temperature=0.0, ignore_eos=True)
     async with running_deployment(config) as deployment:
         right = (await deployment.client.complete(options)).choices[0].token_ids
+        await deployment.assert_idle()  # the block to change is the next request's, not one of this one
         prefill, decode = core_of(deployment.prefill[0]), core_of(deployment.decode[0])
         prefill.pool.flush()
         decode.pool.flush()
