@@ -57,6 +57,7 @@ class DecodeAdmission:
         for sequence in self._core.remove(seq_id):
             self._waiting.remove(sequence)
         self._committed.discard(seq_id)
+        self._new_commits = [output for output in self._new_commits if output.seq_id != seq_id]
 
     def stop_choice(self, seq_id: str, choice: int) -> None:
         """Ends one choice of an attempt, also one that waits for its grant."""

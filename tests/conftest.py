@@ -8,9 +8,19 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from hypothesis import settings
 
 from kvferry.config import load_config
 from kvferry.model_store import ModelStore
+
+settings.register_profile("suite", derandomize=True)
+"""The suite looks at the same examples every time: what a new one finds is for whoever runs the sweep, not for CI."""
+settings.register_profile("sweep", print_blob=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Properties see new examples with every sweep."""
+    settings.load_profile("sweep" if config.getoption("markexpr") == "sweep" else "suite")
 
 
 def pytest_asyncio_loop_factories(

@@ -114,7 +114,7 @@ def test_a_grant_waits_holding_nothing_until_there_is_room() -> None:
     assert core_of(admission).pool.counts.used == 4
     assert admission.num_waiting == 1
     admission.withdraw("a", 0)
-    assert [output.seq_id for output in admission.poll()] == ["b"]
+    assert {output.seq_id for output in admission.poll()} == {"b"}
     assert admission.num_waiting == 0
 
 
@@ -157,6 +157,14 @@ def test_a_second_commit_and_a_second_offer_change_nothing() -> None:
     admission.withdraw("a", 0)  # the shipment's own end must not take the running sequence's blocks
     assert first + run(admission)["a"] == reference_continuation([1, 2, 3], 5)
     assert admission.commit("a", tokens([999])) is CommitOutcome.ALREADY_COMMITTED
+
+
+def test_nothing_is_told_of_a_committed_attempt_that_ended_before_the_next_step() -> None:
+    """Another attempt may have its name by then."""
+    admission = make()
+    ship(admission, sequence(admission, "a", [1, 2, 3]))
+    admission.unregister("a")
+    assert admission.poll() == []
 
 
 def test_what_is_not_registered_or_does_not_fit_is_refused() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from hypothesis.strategies import integers, sampled_from
 
 from decode_svc.admission import DecodeAdmission
@@ -520,3 +520,11 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+@pytest.mark.sweep
+def test_hypothesis_finds_no_operations_that_break_the_books() -> None:
+    """New ones every time; the suite's are always the same."""
+    run_state_machine_as_test(
+        EngineMachine, settings=settings(max_examples=3_000, stateful_step_count=60, deadline=None)
+    )
