@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 from itertools import zip_longest
 
+from opentelemetry import trace
+
 from decode_svc.admission import DecodeAdmission, Reservation
 from engine.forward_batch import SampledToken
 from engine.loop import EngineLoop
@@ -104,6 +106,7 @@ class DecodeAttempt:
             self._counters.num_bytes += self._runner.layout.block_bytes
         else:
             self._counters.num_nacks += 1
+            trace.get_current_span().add_event("digest_mismatch", {Attributes.BLOCK_INDEX: block_index})
         return is_right
 
     def _block(self, block_index: int) -> memoryview:

@@ -12,10 +12,11 @@ from engine.memory_admin import EngineMemoryAdmin
 from engine.opening import MAX_STEP_S, open_core, open_loop
 from kvferry.wire import load_to_pb
 from kvferry.worker_process import WorkerContext, capabilities_of
-from kvtransfer.grpc_transport import ShipServicer
+from kvtransfer.grpc_transport import ShipServicer, add_ship_service
+from kvtransfer.handshake import terms_of
 from kvtransfer.messages import Offer
 from kvtransfer.transport import ReceiveOptions
-from proto.kvferry.v1 import ship_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from proto.kvferry.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
 
 class DecodeRole:
@@ -28,7 +29,12 @@ class DecodeRole:
         self.core = open_core(context.config)
         self.admission = DecodeAdmission(self.core)
         mailboxes = Mailboxes()
-        self.engine = open_loop(self.core, mailboxes.deliver, before_step=self.admission.poll)
+        self.engine = open_loop(
+            self.core,
+            mailboxes.deliver,
+            before_step=self.admission.poll,
+            kill_at_step=context.config.faults.kill_decode_at_step,
+        )
         self.memory = EngineMemoryAdmin(self.engine)
         self.servicer = DecodeServicer(
             self.engine,
@@ -40,7 +46,7 @@ class DecodeRole:
             self.is_alive,
         )
         self.ship_servicer = ShipServicer(
-            layout=self.core.layout,
+            terms=terms_of(context.config.transfer, self.core.layout),
             epoch=context.identity.epoch,
             open_host=self._open_host,
             options=ReceiveOptions(max_frame_bytes=context.config.transfer.max_frame_bytes, is_alive=self.is_alive),
@@ -58,7 +64,7 @@ class DecodeRole:
 
     def add_to(self, server: grpc.aio.Server) -> None:
         worker_pb2_grpc.add_DecodeServiceServicer_to_server(self.servicer, server)
-        ship_pb2_grpc.add_ShipServiceServicer_to_server(self.ship_servicer, server)
+        add_ship_service(self.ship_servicer, server)
 
     def on_bound(self, address: str) -> None:
         """Registered attempts are told to be shipped to here."""

@@ -8,7 +8,9 @@ two chunks over scattered blocks has to give the logits of transformers' own att
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -71,9 +73,18 @@ def load_model(folder: Path, *, dtype: str, block_size: int, max_context: int | 
         block_size=block_size,
         dtype=dtype,
         model_fingerprint=model_fingerprint(folder),
+        rope_digest=_rope_digest(config),
     )
     vocab_size = _compare_with_eager(folder, model, layout)
     return LoadedModel(model, layout, limit, vocab_size, _widest_window(calls))
+
+
+def _rope_digest(config: PreTrainedConfig) -> str:
+    """By its parameters, which are the same on every machine; its frequencies may differ in the last bit."""
+    parameters = getattr(config, "rope_parameters", None)
+    if not parameters:
+        return "none"
+    return hashlib.sha256(json.dumps(parameters, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _widest_window(calls: list[AttentionCall]) -> int | None:

@@ -98,6 +98,7 @@ def scripted_layout(config: ScriptConfig, block_size: int) -> KvLayout:
         block_size=block_size,
         dtype="float32",
         model_fingerprint=config.fingerprint,
+        rope_digest="none",
     )
 
 

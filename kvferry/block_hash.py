@@ -10,7 +10,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 
-from kvferry.kv_layout import KvLayout
+from kvferry.kv_layout import BLOCK_FORMAT_VERSION, KvLayout
 
 HASH_BYTES = 32
 
@@ -31,7 +31,7 @@ def hash_root(
         "num_kv_heads": str(layout.num_kv_heads),
         "head_dim": str(layout.head_dim),
         "block_size": str(layout.block_size),
-        "wire_version": str(layout.wire_version),
+        "wire_version": str(BLOCK_FORMAT_VERSION),  # the label that version 1 of the wire gave it
         "adapter": adapter,
         "cache_salt": cache_salt,
         **({"shared_salt": shared_salt} if shared_salt else {"tenant": tenant}),

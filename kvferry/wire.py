@@ -62,6 +62,7 @@ def layout_to_pb(layout: KvLayout) -> types_pb2.KvLayout:
         dtype=layout.dtype,
         model_fingerprint=layout.model_fingerprint,
         wire_version=layout.wire_version,
+        rope_digest=layout.rope_digest,
     )
 
 
@@ -77,6 +78,7 @@ def layout_from_pb(message: types_pb2.KvLayout) -> KvLayout:
         dtype=message.dtype,
         model_fingerprint=message.model_fingerprint,
         wire_version=message.wire_version,
+        rope_digest=message.rope_digest,
     )
     if layout.block_bytes == 0:
         raise InvalidArgument("layout", "a block has no bytes")
@@ -225,6 +227,7 @@ def load_to_pb(stats: EngineStats, shipped: ShipCounters, *, num_waiting_grants:
         num_evictions=stats.num_evictions,
         num_recompute_preemptions=memory.num_recompute_preemptions,
         num_swap_preemptions=memory.num_swap_preemptions,
+        num_parked_prompts=memory.num_parked_prompts,
         num_recomputed_tokens=memory.num_recomputed_tokens,
         num_blocks_swapped_out=memory.num_blocks_swapped_out,
         num_blocks_swapped_in=memory.num_blocks_swapped_in,
@@ -265,6 +268,7 @@ def memory_to_pb(snapshot: MemorySnapshot) -> cache_pb2.MemorySnapshot:
         num_evictions=snapshot.num_evictions,
         num_recompute_preemptions=counters.num_recompute_preemptions,
         num_swap_preemptions=counters.num_swap_preemptions,
+        num_parked_prompts=counters.num_parked_prompts,
         num_recomputed_tokens=counters.num_recomputed_tokens,
         num_blocks_swapped_out=counters.num_blocks_swapped_out,
         num_blocks_swapped_in=counters.num_blocks_swapped_in,

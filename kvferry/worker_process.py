@@ -20,6 +20,7 @@ from kvferry import __version__
 from kvferry.config import Config, load_config
 from kvferry.errors import KvferryError
 from kvferry.kv_layout import KvLayout
+from kvferry.malloc import keep_message_buffers
 from kvferry.process import StopSignals, print_ready
 from kvferry.rpc import RpcServer, check_can_listen, run
 from kvferry.rpc.listen import parse_address
@@ -103,6 +104,7 @@ def main(role: str, open_role: OpenRole) -> None:
         help=f"name in logs, traces and `kvferry workers`; default: {role}-HOST:PORT, where peers reach this worker",
     )
     options = parser.parse_args()
+    keep_message_buffers()
     try:
         config = load_config(options.config)
         check_can_listen(options.listen)  # at once, not after the model is loaded
@@ -175,9 +177,11 @@ async def start_worker(
     advertise: str | None = None,
 ) -> RunningWorker:
     """Opens the role and serves it; also how tests run workers in one process."""
+    if faults := config.faults.of_role(role):
+        log_event(logger, "faults_on", level=logging.WARNING, faults=faults)
     context = WorkerContext(config, WorkerIdentity.new(worker_id, role), WorkerState(), telemetry)
     opened = open_role(context)
-    server = RpcServer(tracer=telemetry.tracer, background_methods=frozenset({"Watch"}))
+    server = RpcServer(tracer=telemetry.tracer, background_methods=frozenset({"Watch", "Link"}))
     opened.add_to(server.grpc)
     servicer = WorkerServicer(context.identity, context.state, opened.capabilities, opened.load, opened.is_alive)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)

@@ -2,6 +2,9 @@
 
 A message that could never be right raises InvalidArgument naming the field; it ends the one stream it came on. Whether
 a well-formed message is right at its place is the state machines' question.
+
+Block frames take a shorter way to and from the same bytes: the library would copy a payload twice on each side, here it
+is copied once when sent and not at all when received (`block_frames.py`).
 """
 
 from __future__ import annotations
@@ -14,15 +17,20 @@ from kvferry.block_hash import HASH_BYTES
 from kvferry.errors import InvalidArgument
 from kvferry.spec import AttemptId
 from kvferry.wire import attempt_from_pb, attempt_to_pb, layout_from_pb, layout_to_pb
+from kvtransfer.block_frames import MAX_FRAMES, FrameParts, join_block_frames, split_block_frames
 from kvtransfer.messages import (
     Alive,
     BlockFrame,
+    BlockFrames,
     Commit,
     CommitAck,
+    Credit,
     Nack,
     Offer,
     ReceiverMessage,
+    Region,
     SenderMessage,
+    StagedFrames,
     Want,
 )
 from proto.kvferry.v1 import ship_pb2, worker_pb2
@@ -34,13 +42,31 @@ MAX_FIRST_TOKENS = 1024
 MAX_PROGRESS_TIMEOUT_S = 3600.0
 
 
-def sender_message_to_pb(message: SenderMessage) -> ship_pb2.ShipRequest:
+def sender_message_to_bytes(message: SenderMessage) -> bytes:
+    """Serialized ShipRequest."""
+    if isinstance(message, BlockFrame):
+        return join_block_frames([_frame_parts(message)])
+    if isinstance(message, BlockFrames):
+        return join_block_frames([_frame_parts(frame) for frame in message.frames])
+    return sender_message_to_pb(message).SerializeToString()
+
+
+def sender_message_from_bytes(data: bytes) -> SenderMessage:
+    """Parses a ShipRequest. Raises InvalidArgument for a malformed message, DecodeError for bytes that are none."""
+    split = split_block_frames(data)
+    if split is not None:
+        frames = tuple(_frame_from_pb(parts.header, parts.payload) for parts in split.frames)
+        return frames[0] if split.is_single else BlockFrames(frames)
+    return sender_message_from_pb(ship_pb2.ShipRequest.FromString(data))
+
+
+def sender_message_to_pb(message: Offer | StagedFrames | Commit | Alive) -> ship_pb2.ShipRequest:
     """Message from sender to receiver."""
     match message:
         case Offer():
             return ship_pb2.ShipRequest(offer=_offer_to_pb(message))
-        case BlockFrame():
-            return ship_pb2.ShipRequest(block=_frame_to_pb(message))
+        case StagedFrames():
+            return ship_pb2.ShipRequest(staged=_staged_to_pb(message))
         case Commit():
             return ship_pb2.ShipRequest(commit=_commit_to_pb(message))
         case Alive():
@@ -49,11 +75,15 @@ def sender_message_to_pb(message: SenderMessage) -> ship_pb2.ShipRequest:
 
 def sender_message_from_pb(message: ship_pb2.ShipRequest) -> SenderMessage:
     """Raises InvalidArgument for a malformed message."""
+    if message.blocks:
+        return _frames_from_pb(message)
     match message.WhichOneof("event"):
         case "offer":
             return _offer_from_pb(message.offer)
         case "block":
-            return _frame_from_pb(message.block)
+            return _frame_from_pb(message.block, message.block.payload)
+        case "staged":
+            return _staged_from_pb(message.staged)
         case "commit":
             return _commit_from_pb(message.commit)
         case "heartbeat":
@@ -69,6 +99,8 @@ def receiver_message_to_pb(message: ReceiverMessage) -> ship_pb2.ShipResponse:
             return ship_pb2.ShipResponse(want=ship_pb2.Want(block_indices=message.block_indices))
         case Nack():
             return ship_pb2.ShipResponse(nack=ship_pb2.Nack(block_index=message.block_index))
+        case Credit():
+            return ship_pb2.ShipResponse(credit=ship_pb2.Credit(num_frames=message.num_frames))
         case CommitAck():
             return ship_pb2.ShipResponse(commit_ack=ship_pb2.CommitAck(already_committed=message.already_committed))
         case Alive():
@@ -84,6 +116,8 @@ def receiver_message_from_pb(message: ship_pb2.ShipResponse) -> ReceiverMessage:
             return Want(tuple(indices))
         case "nack":
             return Nack(message.nack.block_index)
+        case "credit":
+            return Credit(message.credit.num_frames)
         case "commit_ack":
             return CommitAck(message.commit_ack.already_committed)
         case "heartbeat":
@@ -100,6 +134,7 @@ def _offer_to_pb(offer: Offer) -> ship_pb2.Offer:
         block_hashes=offer.block_hashes,
         num_tokens=offer.num_tokens,
         progress_timeout_s=offer.progress_timeout_s,
+        link_id=offer.link_id,
     )
 
 
@@ -111,6 +146,7 @@ def _offer_from_pb(message: ship_pb2.Offer) -> Offer:
         block_hashes=tuple(message.block_hashes),
         num_tokens=message.num_tokens,
         progress_timeout_s=message.progress_timeout_s,
+        link_id=message.link_id,
     )
     _check_range("offer.num_tokens", offer.num_blocks, 1, MAX_BLOCKS, unit=" blocks of tokens")
     num_full_blocks = offer.num_tokens // offer.layout.block_size
@@ -123,31 +159,80 @@ def _offer_from_pb(message: ship_pb2.Offer) -> Offer:
     return offer
 
 
-def _frame_to_pb(frame: BlockFrame) -> ship_pb2.BlockFrame:
-    return ship_pb2.BlockFrame(
+def _frame_parts(frame: BlockFrame) -> FrameParts:
+    assert not isinstance(frame.payload, Region), "staged payloads travel in StagedFrames"
+    header = ship_pb2.BlockFrame(
         id=attempt_to_pb(frame.id),
         block_index=frame.block_index,
         offset=frame.offset,
-        payload=bytes(frame.payload),  # no copy where it is bytes already
+        digest=frame.digest,
+        num_tokens=frame.num_tokens,
+    )
+    return FrameParts(header, frame.payload)
+
+
+def _frames_from_pb(message: ship_pb2.ShipRequest) -> BlockFrames:
+    if message.WhichOneof("event") is not None:
+        raise InvalidArgument("blocks", "set together with an event")
+    _check_range("blocks", len(message.blocks), 1, MAX_FRAMES)
+    return BlockFrames(tuple(_frame_from_pb(frame, frame.payload) for frame in message.blocks))
+
+
+def _frame_from_pb(message: ship_pb2.BlockFrame, payload: bytes | memoryview) -> BlockFrame:
+    frame = BlockFrame(
+        id=_id_from_pb(message.id),
+        block_index=message.block_index,
+        offset=message.offset,
+        payload=payload,
+        digest=message.digest,
+        num_tokens=message.num_tokens,
+    )
+    _check_frame("block", frame)
+    return frame
+
+
+def _staged_to_pb(message: StagedFrames) -> ship_pb2.StagedFrames:
+    return ship_pb2.StagedFrames(
+        id=attempt_to_pb(message.frames[0].id), frames=[_staged_frame_to_pb(frame) for frame in message.frames]
+    )
+
+
+def _staged_frame_to_pb(frame: BlockFrame) -> ship_pb2.StagedFrame:
+    assert isinstance(frame.payload, Region), "payloads of StagedFrames are staged"
+    return ship_pb2.StagedFrame(
+        block_index=frame.block_index,
+        offset=frame.offset,
+        staging_offset=frame.payload.offset,
+        num_bytes=frame.payload.num_bytes,
         digest=frame.digest,
         num_tokens=frame.num_tokens,
     )
 
 
-def _frame_from_pb(message: ship_pb2.BlockFrame) -> BlockFrame:
-    frame = BlockFrame(
-        id=_id_from_pb(message.id),
-        block_index=message.block_index,
-        offset=message.offset,
-        payload=message.payload,
-        digest=message.digest,
-        num_tokens=message.num_tokens,
+def _staged_from_pb(message: ship_pb2.StagedFrames) -> StagedFrames:
+    attempt_id = _id_from_pb(message.id)
+    _check_range("staged.frames", len(message.frames), 1, MAX_FRAMES)
+    frames = tuple(
+        BlockFrame(
+            id=attempt_id,
+            block_index=frame.block_index,
+            offset=frame.offset,
+            payload=Region(frame.staging_offset, frame.num_bytes),
+            digest=frame.digest,
+            num_tokens=frame.num_tokens,
+        )
+        for frame in message.frames
     )
-    if not frame.payload:
-        raise InvalidArgument("block.payload", "empty")
+    for frame in frames:
+        _check_frame("staged.frames", frame)
+    return StagedFrames(frames)
+
+
+def _check_frame(field: str, frame: BlockFrame) -> None:
+    if not len(frame.payload):
+        raise InvalidArgument(f"{field}.payload", "empty")
     if len(frame.digest) not in (0, DIGEST_BYTES):
-        raise InvalidArgument("block.digest", f"{len(frame.digest)} bytes, {DIGEST_BYTES} or none allowed")
-    return frame
+        raise InvalidArgument(f"{field}.digest", f"{len(frame.digest)} bytes, {DIGEST_BYTES} or none allowed")
 
 
 def _commit_to_pb(commit: Commit) -> ship_pb2.Commit:

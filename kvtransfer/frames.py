@@ -19,7 +19,7 @@ def cut_block(
     max_frame_bytes: int = MAX_FRAME_BYTES,
     digest: bytes | None = None,
 ) -> list[BlockFrame]:
-    """Frames of one block, in order; `contents` is copied here and may be reused afterwards.
+    """Frames of one block, in order. Their payloads are views of `contents`, which stays as it is until they are sent.
 
     Args:
         contents: the whole slab of the block, not empty.
@@ -38,7 +38,7 @@ def cut_block(
             id=id,
             block_index=block_index,
             offset=offset,
-            payload=bytes(view[offset : offset + max_frame_bytes]),
+            payload=view[offset : offset + max_frame_bytes],
             digest=digest if offset + max_frame_bytes > last else b"",
             num_tokens=num_tokens,
         )

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from kvferry.errors import FailedPrecondition
 from kvferry.tasks import run_until_first
-from kvtransfer.messages import ReceiverMessage, SenderMessage
+from kvtransfer.budget import ByteBudget, ShipRank
+from kvtransfer.lane import InlineLane
+from kvtransfer.messages import ReceiverMessage, Region, SenderMessage
 from kvtransfer.receiver import ShipReceiver
 from kvtransfer.receiving_end import run_receiving_end
 from kvtransfer.sender import ShipSender, ShipSummary
 from kvtransfer.sending_end import run_sending_end
 from kvtransfer.transport import BlockSource, OpenHost, ReceiveOptions, SendOptions, ShipEvent
 
+MAX_BYTES = 16 << 20
 MAX_QUEUED_FRAMES = 4
 """A sender that is ahead waits, as it does on a network: each frame queued is memory held."""
 
@@ -35,6 +39,9 @@ class _ReceivingPipe:
     def __init__(self, pipes: _Pipes) -> None:
         self.read = pipes.to_receiver.get
         self.write = pipes.to_sender.put
+
+    def staged(self, region: Region) -> memoryview:
+        raise FailedPrecondition("staged frames, but there is no staging segment")
 
 
 class InProcessShipment:
@@ -61,7 +68,8 @@ class InProcessShipment:
     async def ship(self, sender: ShipSender, source: BlockSource, events: asyncio.Queue[ShipEvent]) -> ShipSummary:
         """As `ShipTransport.ship`; whatever ends one end ends the other."""
         pipes = _Pipes()
-        sending = run_sending_end(_SendingPipe(pipes), sender, source, events, self._send_options)
+        lane = InlineLane(ByteBudget(MAX_BYTES).peer(MAX_BYTES), ShipRank())
+        sending = run_sending_end(_SendingPipe(pipes), sender, source, events, self._send_options, lane)
         return await run_until_first(sending, self._receive(_ReceivingPipe(pipes)))
 
     async def _receive(self, stream: _ReceivingPipe) -> ShipSummary:

@@ -18,7 +18,7 @@ from kvferry.errors import DataLoss, FailedPrecondition, Internal, InvalidArgume
 from kvferry.kv_layout import KvLayout
 from kvferry.spec import AttemptId
 from kvtransfer.frames import MAX_FRAME_BYTES
-from kvtransfer.messages import BlockFrame, Commit, Offer, SenderMessage
+from kvtransfer.messages import BlockFrame, BlockFrames, Commit, Offer, Region, SenderMessage, StagedFrames
 
 MAX_NACKS_PER_BLOCK = 2
 """One repeat; the second Nack tells the sender that its own copy is bad, and closes the block."""
@@ -44,7 +44,7 @@ class WriteFrame:
 
     block_index: int
     offset: int
-    payload: bytes | memoryview
+    payload: bytes | memoryview | Region
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +142,7 @@ class ShipReceiver:
 
     def __init__(self, *, layout: KvLayout, epoch: int, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._layout = layout
+        self._block_bytes = layout.block_bytes
         self._epoch = epoch
         self._max_frame_bytes = max_frame_bytes
         self._state = ReceiverState.NEW
@@ -168,9 +169,12 @@ class ShipReceiver:
                 return self._on_offer(message)
             if isinstance(message, BlockFrame):
                 return self._on_frame(message)
+            if isinstance(message, BlockFrames | StagedFrames):
+                return [action for frame in message.frames for action in self._on_frame(frame)]
             if isinstance(message, Commit):
                 return self._on_commit(message)
-            self._require(self._offer is not None, "a heartbeat before the Offer")
+            if self._offer is None:
+                raise self._refusal("a heartbeat before the Offer")
             return []
         except KvferryError as error:
             return self._fail(error)
@@ -234,72 +238,84 @@ class ShipReceiver:
         return "an unknown attempt" if self._offer is None else self._offer.id.seq_id
 
     def _on_offer(self, offer: Offer) -> list[ReceiverAction]:
-        self._require(self._offer is None, "a second Offer")
+        if self._offer is not None:
+            raise self._refusal("a second Offer")
         self._offer = offer
         differences = self._layout.differences(offer.layout)
-        self._require(not differences, f"another layout: {'; '.join(differences)}")
-        epochs = f"{self._epoch} here, {offer.receiver_epoch} there"
-        self._require(offer.receiver_epoch == self._epoch, f"another epoch: {epochs}")
+        if differences:
+            raise self._refusal(f"another layout: {'; '.join(differences)}")
+        if offer.receiver_epoch != self._epoch:
+            raise self._refusal(f"another epoch: {self._epoch} here, {offer.receiver_epoch} there")
         self._state = ReceiverState.GRANTING
         return [RequestGrant(offer)]
 
     def _on_frame(self, frame: BlockFrame) -> list[ReceiverAction]:
-        self._check_order(frame.id, "a block frame")
-        block = self._check_block(frame)
+        offer = self._check_order(frame.id, "a block frame")
+        block = self._check_block(frame, offer)
         is_last = self._check_piece(frame, block)
         block.num_bytes += len(frame.payload)
-        self._open_index = None if is_last else frame.block_index
-        actions: list[ReceiverAction] = [WriteFrame(frame.block_index, frame.offset, frame.payload)]
-        if is_last:
-            block.state = BlockState.VERIFYING
-            actions.append(VerifyBlock(frame.block_index, frame.digest, frame.num_tokens))
-        return actions
+        write = WriteFrame(frame.block_index, frame.offset, frame.payload)
+        if not is_last:
+            self._open_index = frame.block_index
+            return [write]
+        self._open_index = None
+        block.state = BlockState.VERIFYING
+        return [write, VerifyBlock(frame.block_index, frame.digest, frame.num_tokens)]
 
-    def _check_order(self, id: AttemptId, what: str) -> None:
-        self._require(self._offer is not None, f"{what} before the Offer")
-        assert self._offer is not None
-        self._require(id == self._offer.id, f"{what} of another attempt, {id.seq_id}")
-        self._require(self._state is ReceiverState.RECEIVING, f"{what} in state {self._state.value}")
+    def _check_order(self, id: AttemptId, what: str) -> Offer:
+        if self._offer is None:
+            raise self._refusal(f"{what} before the Offer")
+        if id != self._offer.id:
+            raise self._refusal(f"{what} of another attempt, {id.seq_id}")
+        if self._state is not ReceiverState.RECEIVING:
+            raise self._refusal(f"{what} in state {self._state.value}")
+        return self._offer
 
-    def _check_block(self, frame: BlockFrame) -> _WantedBlock:
+    def _check_block(self, frame: BlockFrame, offer: Offer) -> _WantedBlock:
         """The frame names a block that is wanted and not yet here."""
         index = frame.block_index
-        assert self._offer is not None
         block = self._blocks.get(index)
         if block is None:
             raise FailedPrecondition(f"shipment of {self._name}: block {index} is not wanted")
-        self._require(block.state is BlockState.MISSING, f"block {index} again, which is {block.state.value}")
-        self._require(self._open_index in (None, index), f"block {index} while block {self._open_index} is incomplete")
-        self._require(self._commit is None or block.num_nacks > 0, f"block {index} after the Commit")
+        if block.state is not BlockState.MISSING:
+            raise self._refusal(f"block {index} again, which is {block.state.value}")
+        if self._open_index not in (None, index):
+            raise self._refusal(f"block {index} while block {self._open_index} is incomplete")
+        if self._commit is not None and block.num_nacks == 0:
+            raise self._refusal(f"block {index} after the Commit")
         if block.num_nacks >= MAX_NACKS_PER_BLOCK:
             raise DataLoss(f"shipment of {self._name}: block {index} arrived wrong {block.num_nacks} times")
-        due = self._offer.num_tokens_in(index)
-        self._require(frame.num_tokens == due, f"block {index} with {frame.num_tokens} tokens, {due} due")
+        due = offer.num_tokens_in(index)
+        if frame.num_tokens != due:
+            raise self._refusal(f"block {index} with {frame.num_tokens} tokens, {due} due")
         return block
 
     def _check_piece(self, frame: BlockFrame, block: _WantedBlock) -> bool:
         """The piece continues the block and does not pass its end; says whether it is the last one."""
-        index, num_bytes, block_bytes = frame.block_index, len(frame.payload), self._layout.block_bytes
+        index, num_bytes = frame.block_index, len(frame.payload)
         if not 0 < num_bytes <= self._max_frame_bytes:
             limits = f"1 … {self._max_frame_bytes} bytes"
             raise InvalidArgument("block.payload", f"block {index} has a piece of {num_bytes} bytes, {limits} allowed")
-        offsets = f"offset {frame.offset}, {block.num_bytes} due"
-        self._require(frame.offset == block.num_bytes, f"block {index} at {offsets}")
+        if frame.offset != block.num_bytes:
+            raise self._refusal(f"block {index} at offset {frame.offset}, {block.num_bytes} due")
         end = frame.offset + num_bytes
-        self._require(end <= block_bytes, f"block {index} with {end} bytes, a block has {block_bytes}")
-        is_last = end == block_bytes
+        if end > self._block_bytes:
+            raise self._refusal(f"block {index} with {end} bytes, a block has {self._block_bytes}")
+        is_last = end == self._block_bytes
         due = DIGEST_BYTES if is_last else 0
-        self._require(len(frame.digest) == due, f"block {index} with a digest of {len(frame.digest)} bytes, {due} due")
+        if len(frame.digest) != due:
+            raise self._refusal(f"block {index} with a digest of {len(frame.digest)} bytes, {due} due")
         return is_last
 
     def _on_commit(self, commit: Commit) -> list[ReceiverAction]:
         self._check_order(commit.id, "a Commit")
-        self._require(self._commit is None, "a second Commit")
+        if self._commit is not None:
+            raise self._refusal("a second Commit")
         if not commit.first_token_ids:
             raise InvalidArgument("commit.first_token_ids", "at least one token is needed")
         for index, block in self._blocks.items():
-            is_sent = block.state is not BlockState.MISSING or block.num_nacks > 0
-            self._require(is_sent, f"a Commit without block {index}")
+            if block.state is BlockState.MISSING and block.num_nacks == 0:
+                raise self._refusal(f"a Commit without block {index}")
         self._commit = commit
         return self._commit_if_complete()
 
@@ -309,9 +325,8 @@ class ShipReceiver:
         self._state = ReceiverState.COMMITTING
         return [CommitSequence(self._commit.first_token_ids, self._commit.first_logprobs)]
 
-    def _require(self, condition: bool, what: str) -> None:
-        if not condition:
-            raise FailedPrecondition(f"shipment of {self._name}: sender sent {what}")
+    def _refusal(self, what: str) -> FailedPrecondition:
+        return FailedPrecondition(f"shipment of {self._name}: sender sent {what}")
 
     def _fail(self, error: KvferryError) -> list[ReceiverAction]:
         self._state = ReceiverState.FAILED

@@ -2,7 +2,7 @@
 
 messages (peer) ─► ShipReceiver ─► actions ─┬► host.write, host.verify, at once
                                             ├► host.grant, host.commit, in a task of their own (they wait)
-                                            └► Want, Nack, CommitAck
+                                            └► Want, Nack, Credit, CommitAck
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvferry.errors import KvferryError
 from kvferry.rpc import HeartbeatWriter
 from kvferry.tasks import run_until_first
 from kvtransfer.liveness import HEARTBEATS_PER_TIMEOUT, bounded_silence
-from kvtransfer.messages import Alive, CommitAck, Nack, Offer, ReceiverMessage, Want
+from kvtransfer.messages import Alive, CommitAck, Credit, Nack, Offer, ReceiverMessage, Region, StagedFrames, Want
 from kvtransfer.receiver import (
     CommitSequence,
     ReceiveFailed,
@@ -90,6 +90,8 @@ class _ReceivingEnd:
         if isinstance(message, Offer):
             self._timeout_s = message.progress_timeout_s
         await self._perform(self._receiver.on_message(message))
+        if isinstance(message, StagedFrames):  # copied by now, every one of them
+            await self._send(Credit(len(message.frames)))
         return True
 
     async def _host_loop(self) -> None:
@@ -116,10 +118,10 @@ class _ReceivingEnd:
                 return self._receiver.on_committed(already_committed=already)
 
     async def _perform(self, actions: list[ReceiverAction]) -> None:
-        for action in actions:
+        for action in [*actions, *self._receive(actions)]:
             match action:
                 case WriteFrame() | VerifyBlock():
-                    await self._perform(self._touch_block(action))
+                    pass  # done
                 case RequestGrant() | CommitSequence():
                     self._host_calls.put_nowait(action)
                 case SendWant(block_indices=block_indices):
@@ -133,13 +135,28 @@ class _ReceivingEnd:
                 case ReceiveFinished():
                     self._is_finished = True
 
-    def _touch_block(self, action: WriteFrame | VerifyBlock) -> list[ReceiverAction]:
+    def _receive(self, actions: list[ReceiverAction]) -> list[ReceiverAction]:
+        """Takes in all blocks of a message, then tells the receiver of each.
+
+        All at once: each copy empties the processor's cache of the code that would run between two of them.
+        """
+        verified: list[tuple[int, bool]] = []  # index, whether the digest is right
+        for action in actions:
+            if isinstance(action, WriteFrame):
+                self._write_frame(action)
+            elif isinstance(action, VerifyBlock):
+                assert self._host is not None, "a grant came first"
+                digest_ok = self._host.verify(action.block_index, action.digest, action.num_tokens)
+                verified.append((action.block_index, digest_ok))
+        told = (self._receiver.on_block_written(index, digest_ok=is_right) for index, is_right in verified)
+        return [action for answer in told for action in answer]
+
+    def _write_frame(self, action: WriteFrame) -> None:
         assert self._host is not None, "a grant came first"
-        if isinstance(action, WriteFrame):
-            self._host.write(action.block_index, action.offset, action.payload)
-            return []
-        digest_ok = self._host.verify(action.block_index, action.digest, action.num_tokens)
-        return self._receiver.on_block_written(action.block_index, digest_ok=digest_ok)
+        payload = action.payload
+        if isinstance(payload, Region):
+            payload = self._stream.staged(payload)
+        self._host.write(action.block_index, action.offset, payload)
 
     async def _send(self, message: ReceiverMessage) -> None:
         assert self._writer is not None, "nothing is answered before the Offer"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from kvferry.errors import Cancelled, DataLoss, FailedPrecondition, Internal, KvferryError
-from kvtransfer.messages import Alive, CommitAck, Nack, Offer, ReceiverMessage, Want
+from kvtransfer.messages import Alive, CommitAck, Credit, Nack, Offer, ReceiverMessage, Want
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +105,18 @@ class ShipSender:
         self._pending: deque[int] = deque()  # wanted and not sent, ascending; at most the offered blocks
         self._sent: set[int] = set()
         self._nacked: set[int] = set()
+        self._unsound_block: int | None = None
         self._num_sends = 0
         self._already_committed = False
 
     @property
     def state(self) -> SenderState:
         return self._state
+
+    @property
+    def unsound_block(self) -> int | None:
+        """The block that arrived wrong, and whose repeat did: the sender's own copy may be the wrong one."""
+        return self._unsound_block
 
     @property
     def summary(self) -> ShipSummary:
@@ -131,7 +137,7 @@ class ShipSender:
 
     def on_message(self, message: ReceiverMessage) -> list[SenderAction]:
         """Takes a message of the receiver."""
-        if self._is_over or isinstance(message, Alive):
+        if self._is_over or isinstance(message, Alive | Credit):  # credit is the lane's
             return []
         if isinstance(message, Want):
             return self._on_want(message.block_indices)
@@ -187,6 +193,7 @@ class ShipSender:
         if block_index not in self._sent:
             return self._refuse(f"Nack of block {block_index}, which was not sent")
         if block_index in self._nacked:
+            self._unsound_block = block_index
             message = f"block {block_index} of {self.offer.id.seq_id} arrived with a wrong digest twice"
             return self._fail(DataLoss(message, field=f"block[{block_index}]"))
         self._nacked.add(block_index)

@@ -22,9 +22,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtransfer.faults import NO_FAULTS, Faults
+from kvtransfer.faults import NO_FAULTS, CommittedFault, Faults, log_fault
 from kvtransfer.frames import MAX_FRAME_BYTES
-from kvtransfer.messages import Offer, ReceiverMessage, SenderMessage
+from kvtransfer.messages import Offer, ReceiverMessage, Region, SenderMessage
 from kvtransfer.sender import ShipSender, ShipSummary
 
 
@@ -41,17 +41,29 @@ class ReceivingStream(Protocol):
 
     async def read(self) -> SenderMessage | None: ...
 
+    def staged(self, region: Region) -> memoryview:
+        """The payload that lies there; raises a KvferryError where none can."""
+        ...
+
     async def write(self, message: ReceiverMessage) -> None: ...
 
 
 class BlockSource(Protocol):
     """Where the sender's blocks are."""
 
+    async def secure(self) -> None:
+        """Called when the receiver wants blocks, before any is read: from its return on they stay as they are.
+
+        Returns at once but where the blocks were given up while the shipment waited for its grant: then it returns when
+        everything that was reported as computed is in blocks again. May be called more than once.
+        """
+        ...
+
     def read(self, block_index: int, num_tokens: int) -> bytes | memoryview:
-        """The whole slab of a block of the sequence, slots from `num_tokens` on zeroed; copied before control returns.
+        """The whole slab of a block of the sequence, slots from `num_tokens` on zeroed.
 
         Called for a block only after it was reported as computed, perhaps again after a Nack; the block must stay as it
-        is until the shipment has ended.
+        is until the shipment has ended, for it is read when its turn to be sent comes.
         """
         ...
 
@@ -100,6 +112,10 @@ def always_alive() -> bool:
     return True
 
 
+def untold(block_index: int) -> None:
+    """For ends without a trace."""
+
+
 @dataclass(frozen=True, slots=True)
 class SendOptions:
     """How a sending end behaves.
@@ -108,11 +124,15 @@ class SendOptions:
         max_frame_bytes: largest payload of a frame.
         is_alive: whether the engine makes progress; while it does not, no heartbeat is sent and the receiver gives up.
         faults: faults to commit on purpose.
+        on_fault: told of each fault that is committed.
+        on_nack: told of each block that the receiver refused.
     """
 
     max_frame_bytes: int = MAX_FRAME_BYTES
     is_alive: Callable[[], bool] = always_alive
     faults: Faults = NO_FAULTS
+    on_fault: Callable[[CommittedFault], None] = log_fault
+    on_nack: Callable[[int], None] = untold
 
 
 @dataclass(frozen=True, slots=True)

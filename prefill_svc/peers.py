@@ -1,4 +1,4 @@
-"""Channels to decode workers, opened when first needed and shared by all shipments to one address."""
+"""Channels and links to decode workers, opened when first needed and shared by all shipments to one address."""
 
 from __future__ import annotations
 
@@ -9,34 +9,55 @@ from dataclasses import dataclass
 
 from kvferry.rpc import RpcChannel
 from kvferry.telemetry import Telemetry
+from kvtransfer.budget import ByteBudget
+from kvtransfer.handshake import Hello
+from kvtransfer.sender_link import SenderLink
 
 MAX_IDLE_CHANNELS = 32
 """Workers come and go under new addresses; channels nobody uses are kept up to this number."""
 
 
 @dataclass(slots=True)
-class _Peer:
+class DecodePeer:
+    """One address: the channel, and what was agreed on with the worker there."""
+
     channel: RpcChannel
+    link: SenderLink
     num_users: int = 0
+
+    async def close(self) -> None:
+        """Ends link and channel; shipments that still run are cancelled."""
+        await self.link.close()
+        await self.channel.close()
 
 
 class DecodePeers:
-    """Channels by address."""
+    """Peers by address.
 
-    def __init__(self, telemetry: Telemetry) -> None:
+    Args:
+        telemetry: spans of the calls.
+        hello: what this process says of itself.
+        total: payload bytes on their way from this process.
+        peer_bytes: most of them to one peer.
+    """
+
+    def __init__(self, telemetry: Telemetry, hello: Hello, total: ByteBudget, peer_bytes: int) -> None:
         self._telemetry = telemetry
-        self._peers: OrderedDict[str, _Peer] = OrderedDict()  # least recently used first
+        self._hello = hello
+        self._total = total
+        self._peer_bytes = peer_bytes
+        self._peers: OrderedDict[str, DecodePeer] = OrderedDict()  # least recently used first
 
     @asynccontextmanager
-    async def channel(self, address: str) -> AsyncIterator[RpcChannel]:
-        """The channel to `address` for the length of the block."""
+    async def peer(self, address: str) -> AsyncIterator[DecodePeer]:
+        """The peer at `address` for the length of the block."""
         peer = self._peers.get(address)
         if peer is None:
-            peer = self._peers[address] = _Peer(RpcChannel(address, tracer=self._telemetry.tracer))
+            peer = self._peers[address] = self._open(address)
         self._peers.move_to_end(address)
         peer.num_users += 1
         try:
-            yield peer.channel
+            yield peer
         finally:
             peer.num_users -= 1
             await self._close_idle()
@@ -44,10 +65,14 @@ class DecodePeers:
     async def _close_idle(self) -> None:
         idle = [address for address, peer in self._peers.items() if peer.num_users == 0]
         for address in idle[: max(0, len(idle) - MAX_IDLE_CHANNELS)]:
-            await self._peers.pop(address).channel.close()
+            await self._peers.pop(address).close()
+
+    def _open(self, address: str) -> DecodePeer:
+        channel = RpcChannel(address, tracer=self._telemetry.tracer)
+        return DecodePeer(channel, SenderLink(channel, self._hello, self._total, self._peer_bytes))
 
     async def close(self) -> None:
-        """Closes every channel; shipments that still run are cancelled."""
+        """Closes every peer; shipments that still run are cancelled."""
         while self._peers:
             _, peer = self._peers.popitem()
-            await peer.channel.close()
+            await peer.close()

@@ -9,7 +9,9 @@ from engine.memory_admin import EngineMemoryAdmin
 from engine.opening import MAX_STEP_S, open_core, open_loop
 from kvferry.wire import load_to_pb
 from kvferry.worker_process import WorkerContext, capabilities_of
-from kvtransfer.faults import NO_FAULTS, Faults
+from kvtransfer.budget import ByteBudget
+from kvtransfer.faults import NO_FAULTS, Faults, faults_of
+from kvtransfer.handshake import terms_of
 from kvtransfer.transport import SendOptions
 from prefill_svc.peers import DecodePeers
 from prefill_svc.service import PrefillServicer
@@ -17,7 +19,7 @@ from proto.kvferry.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
 
 class PrefillRole:
-    """See `kvferry.worker_process.WorkerRole`; `faults` are committed on purpose, for tests."""
+    """See `kvferry.worker_process.WorkerRole`; `faults` are committed beside the configured ones."""
 
     services = ("kvferry.v1.PrefillService",)
 
@@ -25,11 +27,20 @@ class PrefillRole:
         self._config = context.config
         self.core = open_core(context.config, digests=True)
         mailboxes = Mailboxes()
-        self.engine = open_loop(self.core, mailboxes.deliver)
+        self.engine = open_loop(self.core, mailboxes.deliver, kill_at_step=context.config.faults.kill_prefill_at_step)
         self.memory = EngineMemoryAdmin(self.engine)
-        self._peers = DecodePeers(context.telemetry)
+        transfer, identity = context.config.transfer, context.identity
+        terms = terms_of(transfer, self.core.layout)
+        self._peers = DecodePeers(
+            context.telemetry,
+            terms.hello(identity.worker_id, identity.epoch, transfer.progress_timeout_s),
+            ByteBudget(transfer.max_inflight_bytes),
+            transfer.max_inflight_bytes_per_peer,
+        )
         options = SendOptions(
-            max_frame_bytes=context.config.transfer.max_frame_bytes, is_alive=self.is_alive, faults=faults
+            max_frame_bytes=transfer.max_frame_bytes,
+            is_alive=self.is_alive,
+            faults=Faults((*faults_of(context.config.faults).faults, *faults.faults)),
         )
         self.servicer = PrefillServicer(
             self.engine,

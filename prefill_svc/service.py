@@ -9,17 +9,22 @@ frees them, between two steps.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
+
+from opentelemetry.trace import Span
 
 from engine.loop import EngineLoop
 from engine.mailboxes import Mailboxes
 from engine.outputs import ChunkComputed, Output, SequenceStarted
 from engine.sequence import Sequence
 from engine.specs import sequence_from_spec
-from kvferry.errors import DataLoss, FailedPrecondition, InvalidArgument, KvferryError, Unavailable
+from kvferry.errors import FailedPrecondition, InvalidArgument, KvferryError, Unavailable
 from kvferry.rpc import HeartbeatWriter
 from kvferry.spec import AttemptId, SequenceSpec
 from kvferry.stats import ShipCounters
@@ -27,6 +32,8 @@ from kvferry.tasks import run_until_first
 from kvferry.telemetry import Attributes, SpanNames, Telemetry, context_of
 from kvferry.wire import finish_to_pb, spec_from_pb
 from kvferry.worker import WorkerIdentity, WorkerState, check_progress_timeout
+from kvtransfer.budget import ShipRank
+from kvtransfer.faults import CommittedFault, log_fault
 from kvtransfer.grpc_transport import GrpcShipment
 from kvtransfer.messages import Offer
 from kvtransfer.sender import ShipSender, ShipSummary
@@ -41,6 +48,7 @@ from prefill_svc.task import (
     ReportFirstToken,
     ReportPromptComputed,
     ShipFirstTokens,
+    ShipRestored,
     ShipTokens,
     TaskAction,
 )
@@ -54,21 +62,35 @@ if TYPE_CHECKING:  # subscripted at type-check time only; at run time the class 
 
 
 class PoolSource:
-    """Reads a sequence's blocks where they lie (`kvtransfer.transport.BlockSource`)."""
+    """Reads a sequence's blocks where they lie (`kvtransfer.transport.BlockSource`).
 
-    def __init__(self, engine: EngineLoop, sequence: Sequence) -> None:
+    `restored` is set when the sequence was parked and is computed again, with another block table. From `secure` on the
+    table is complete, as far as it is read, and stays until the call ends.
+    """
+
+    def __init__(self, engine: EngineLoop, sequence: Sequence, restored: asyncio.Event, telemetry: Telemetry) -> None:
+        self._engine = engine
         self._runner = engine.core.runner
         self._pool = engine.core.pool
-        self._block_ids = sequence.block_table  # complete from the first chunk on, kept until the call ends
+        self._sequence = sequence
+        self._restored = restored
+        self._telemetry = telemetry
+
+    async def secure(self) -> None:
+        if self._sequence.hold.secure():
+            return
+        with self._telemetry.span(SpanNames.RESTORE):
+            await self._engine.run(lambda core: core.recall(self._sequence))
+            await self._restored.wait()
 
     def read(self, block_index: int, num_tokens: int) -> bytes | memoryview:
-        block_id = self._block_ids[block_index]
+        block_id = self._sequence.block_table[block_index]
         if num_tokens < self._runner.layout.block_size:
             return self._runner.copy_partial(block_id, num_tokens)
         return self._runner.block_view(block_id)
 
     def digest(self, block_index: int) -> bytes | None:
-        return self._pool.digest(self._block_ids[block_index])
+        return self._pool.digest(self._sequence.block_table[block_index])
 
 
 class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
@@ -142,10 +164,6 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
             core.check_fits(sequence)  # before hashing, which takes long where a prompt is far too long
             sequence.block_hashes(sequence.num_tokens // core.layout.block_size, core.layout.block_size)  # unshared
             yield sequence
-        except DataLoss:
-            # The receiver got wrong bytes twice: our copy may be the wrong one, so nobody shall hit it again.
-            self.engine.submit(lambda core: core.drop_cached_from(sequence, 0))
-            raise
         finally:
             self.mailboxes.close(sequence.seq_id)
             loop = asyncio.get_running_loop()
@@ -176,6 +194,7 @@ class _PrefillRun:
         )
         self._outputs = service.mailboxes.open(sequence.seq_id)
         self._opened = asyncio.Event()
+        self._restored = asyncio.Event()
         self._ship_events: asyncio.Queue[ShipEvent] = asyncio.Queue()  # one a chunk and one for the first token
 
     def heartbeat(self) -> worker_pb2.PrefillResponse:
@@ -204,17 +223,32 @@ class _PrefillRun:
         telemetry, sender = self._service.telemetry, ShipSender(self._offer(self._target))
         with telemetry.span(SpanNames.SHIP, attributes={Attributes.SERVER_ADDRESS: self._target.address}) as span:
             try:
-                async with self._service.peers.channel(self._target.address) as channel:
-                    shipment = GrpcShipment(channel, self._service.options, parent=context_of(span))
-                    source = PoolSource(self._service.engine, self._sequence)
+                async with self._service.peers.peer(self._target.address) as peer:
+                    options = dataclasses.replace(
+                        self._service.options, on_fault=partial(_note_fault, span), on_nack=partial(_note_nack, span)
+                    )
+                    shipment = GrpcShipment(peer.channel, peer.link, options, rank=self._rank, parent=context_of(span))
+                    source = PoolSource(self._service.engine, self._sequence, self._restored, telemetry)
                     summary = await shipment.ship(sender, source, self._ship_events)
             except KvferryError as error:
+                self._drop_unsound(sender.unsound_block)
                 await self._perform(self._task.on_ship_failed(error), writer)
                 await asyncio.get_running_loop().create_future()  # the attempt is over: the computing side ends the run
             finally:
                 self._service.count(sender.summary)
                 span.set_attributes(_ship_attributes(sender.summary))
         await self._perform(self._task.on_shipped(summary), writer)
+
+    def _drop_unsound(self, block_index: int | None) -> None:
+        """Nobody shall hit our copy again: whoever needs the prompt next computes it anew from that block on."""
+        if block_index is not None:
+            sequence = self._sequence
+            self._service.engine.submit(lambda core: core.drop_cached_from(sequence, block_index))
+
+    @property
+    def _rank(self) -> ShipRank:
+        priority = self._sequence.priority
+        return ShipRank(priority.tier_rank, priority.deadline_unix_ms / 1e3 or math.inf)
 
     def _offer(self, target: worker_pb2.ShipTarget) -> Offer:
         layout = self._service.engine.core.layout
@@ -237,6 +271,8 @@ class _PrefillRun:
                     self._ship_events.put_nowait(TokensComputed(num_tokens))
                 case ShipFirstTokens(token_ids=token_ids, logprobs=logprobs):
                     self._ship_events.put_nowait(FirstToken(token_ids, logprobs))
+                case ShipRestored():
+                    self._restored.set()
                 case CancelShipment():
                     pass  # the run ends with the next action, and the Ship call with the run
                 case ReportFirstToken():
@@ -275,6 +311,17 @@ def _target_of(request: worker_pb2.PrefillRequest, spec: SequenceSpec) -> worker
     if num_left > 1:
         raise InvalidArgument("target", f"must be set: {num_left} tokens are to be made, this worker makes one")
     return None
+
+
+def _note_fault(span: Span, fault: CommittedFault) -> None:
+    log_fault(fault)
+    span.add_event(
+        "fault_committed", {Attributes.FAULT_KIND: fault.kind.value, Attributes.BLOCK_INDEX: fault.block_index}
+    )
+
+
+def _note_nack(span: Span, block_index: int) -> None:
+    span.add_event("block_refused", {Attributes.BLOCK_INDEX: block_index})
 
 
 def _ship_attributes(summary: ShipSummary) -> dict[str, int]:

@@ -4,6 +4,9 @@
                  │ OpenShipment      │ ShipTokens a chunk        │ ShipFirstTokens
                  └───────────────────┴── anything fails ────────►└── Fail; the shell frees everything
 
+While the shipment waits for its grant the engine may park the sequence. The shell secures it when the grant comes: one
+that was parked is computed again, which brings chunks a second time and then SequenceRestored.
+
 The shell (`service.py`, or the simulator) performs the actions in order. Whatever way the attempt ends, the shell first
 ends the shipment, which reads the sequence's blocks, and only then removes the sequence.
 """
@@ -12,7 +15,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.outputs import CandidatesFound, ChunkComputed, Output, SequenceFailed, SequenceStarted, TokenSampled
+from engine.outputs import (
+    CandidatesFound,
+    ChunkComputed,
+    Output,
+    SequenceFailed,
+    SequenceRestored,
+    SequenceStarted,
+    TokenSampled,
+)
 from kvferry.errors import Cancelled, DataLoss, Internal, KvferryError, TargetUnavailable
 from kvferry.sampling import Finish
 from kvtransfer.sender import ShipSummary
@@ -42,6 +53,11 @@ class ShipFirstTokens:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ShipRestored:
+    """The blocks that were given up are computed again: the shipment, which waits for that, may read them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +106,7 @@ TaskAction = (
     OpenShipment
     | ShipTokens
     | ShipFirstTokens
+    | ShipRestored
     | CancelShipment
     | ReportFirstToken
     | ReportPromptComputed
@@ -139,6 +156,8 @@ class PrefillTask:
                 return self._on_token(output)
             case CandidatesFound():
                 return self._on_candidates(output)
+            case SequenceRestored():
+                return [ShipRestored()]
             case SequenceFailed(error=error):
                 return self.on_failed(error)
         return []

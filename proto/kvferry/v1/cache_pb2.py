@@ -26,7 +26,7 @@ from proto.kvferry.v1 import inference_pb2 as proto_dot_kvferry_dot_v1_dot_infer
 from proto.kvferry.v1 import types_pb2 as proto_dot_kvferry_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cproto/kvferry/v1/cache.proto\x12\nkvferry.v1\x1a proto/kvferry/v1/inference.proto\x1a\x1cproto/kvferry/v1/types.proto\"\x12\n\x10GetMemoryRequest\">\n\x11GetMemoryResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.kvferry.v1.WorkerMemory\"x\n\x0cWorkerMemory\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12*\n\x06memory\x18\x05 \x01(\x0b\x32\x1a.kvferry.v1.MemorySnapshot\"\x8a\x06\n\x0eMemorySnapshot\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x05 \x01(\r\x12\x17\n\x0fnum_used_blocks\x18\x06 \x01(\r\x12\x19\n\x11num_pinned_blocks\x18\x07 \x01(\r\x12\x18\n\x10num_filled_slots\x18\x08 \x01(\x04\x12\x16\n\x0enum_tail_slots\x18\t \x01(\x04\x12\x15\n\rfragmentation\x18\n \x01(\x01\x12=\n\nref_counts\x18\x0b \x03(\x0b\x32).kvferry.v1.MemorySnapshot.RefCountsEntry\x12)\n\x07tenants\x18\x0c \x03(\x0b\x32\x18.kvferry.v1.TenantMemory\x12%\n\x05tiers\x18\r \x03(\x0b\x32\x16.kvferry.v1.TierMemory\x12\x17\n\x0fnum_swap_blocks\x18\x0e \x01(\r\x12\x1c\n\x14num_used_swap_blocks\x18\x0f \x01(\r\x12\x15\n\rnum_evictions\x18\x10 \x01(\x04\x12!\n\x19num_recompute_preemptions\x18\x11 \x01(\x04\x12\x1c\n\x14num_swap_preemptions\x18\x12 \x01(\x04\x12\x1d\n\x15num_recomputed_tokens\x18\x13 \x01(\x04\x12\x1e\n\x16num_blocks_swapped_out\x18\x14 \x01(\x04\x12\x1d\n\x15num_blocks_swapped_in\x18\x15 \x01(\x04\x12\x15\n\rswapped_bytes\x18\x16 \x01(\x04\x12\x0e\n\x06swap_s\x18\x17 \x01(\x01\x12\x19\n\x11num_blocks_copied\x18\x18 \x01(\x04\x12\x18\n\x10num_prefix_waits\x18\x19 \x01(\x04\x1a\x30\n\x0eRefCountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x89\x02\n\x0cTenantMemory\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x17\n\x0fnum_used_blocks\x18\x02 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x03 \x01(\r\x12\x19\n\x11num_pinned_blocks\x18\x04 \x01(\r\x12\x1c\n\x0fmax_used_blocks\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x1e\n\x11max_cached_blocks\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x1a\n\x12num_queried_tokens\x18\x07 \x01(\x04\x12\x16\n\x0enum_hit_tokens\x18\x08 \x01(\x04\x42\x12\n\x10_max_used_blocksB\x14\n\x12_max_cached_blocks\"A\n\nTierMemory\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04tier\x18\x02 \x01(\t\x12\x17\n\x0fnum_used_blocks\x18\x03 \x01(\r\")\n\x17\x46lushPrefixCacheRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"E\n\x18\x46lushPrefixCacheResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.kvferry.v1.WorkerBlocks\"`\n\x0cWorkerBlocks\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\"\xd1\x01\n\x10PinPrefixRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x04 \x01(\x0b\x32\x10.kvferry.v1.ChatH\x00\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\'\n\x05\x63\x61\x63he\x18\x06 \x01(\x0b\x32\x18.kvferry.v1.CacheOptions\x12\x0e\n\x06tenant\x18\x07 \x01(\tB\x08\n\x06prompt\"k\n\x11PinPrefixResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x17\n\x0fnum_full_blocks\x18\x02 \x01(\r\x12)\n\x07workers\x18\x03 \x03(\x0b\x32\x18.kvferry.v1.WorkerBlocks\"2\n\x12UnpinPrefixRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"@\n\x13UnpinPrefixResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.kvferry.v1.WorkerBlocks\"\x11\n\x0fSnapshotRequest\">\n\x10SnapshotResponse\x12*\n\x06memory\x18\x01 \x01(\x0b\x32\x1a.kvferry.v1.MemorySnapshot\".\n\x0c\x46lushRequest\x12\x13\n\x06tenant\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_tenant\"#\n\rFlushResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"w\n\nPinRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x13\n\x0bshared_salt\x18\x06 \x01(\t\"!\n\x0bPinResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\",\n\x0cUnpinRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"#\n\rUnpinResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r2\xd1\x02\n\x0c\x43\x61\x63heService\x12H\n\tGetMemory\x12\x1c.kvferry.v1.GetMemoryRequest\x1a\x1d.kvferry.v1.GetMemoryResponse\x12]\n\x10\x46lushPrefixCache\x12#.kvferry.v1.FlushPrefixCacheRequest\x1a$.kvferry.v1.FlushPrefixCacheResponse\x12H\n\tPinPrefix\x12\x1c.kvferry.v1.PinPrefixRequest\x1a\x1d.kvferry.v1.PinPrefixResponse\x12N\n\x0bUnpinPrefix\x12\x1e.kvferry.v1.UnpinPrefixRequest\x1a\x1f.kvferry.v1.UnpinPrefixResponse2\x8f\x02\n\x12WorkerCacheService\x12\x45\n\x08Snapshot\x12\x1b.kvferry.v1.SnapshotRequest\x1a\x1c.kvferry.v1.SnapshotResponse\x12<\n\x05\x46lush\x12\x18.kvferry.v1.FlushRequest\x1a\x19.kvferry.v1.FlushResponse\x12\x36\n\x03Pin\x12\x16.kvferry.v1.PinRequest\x1a\x17.kvferry.v1.PinResponse\x12<\n\x05Unpin\x12\x18.kvferry.v1.UnpinRequest\x1a\x19.kvferry.v1.UnpinResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cproto/kvferry/v1/cache.proto\x12\nkvferry.v1\x1a proto/kvferry/v1/inference.proto\x1a\x1cproto/kvferry/v1/types.proto\"\x12\n\x10GetMemoryRequest\">\n\x11GetMemoryResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.kvferry.v1.WorkerMemory\"x\n\x0cWorkerMemory\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12*\n\x06memory\x18\x05 \x01(\x0b\x32\x1a.kvferry.v1.MemorySnapshot\"\xa6\x06\n\x0eMemorySnapshot\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x05 \x01(\r\x12\x17\n\x0fnum_used_blocks\x18\x06 \x01(\r\x12\x19\n\x11num_pinned_blocks\x18\x07 \x01(\r\x12\x18\n\x10num_filled_slots\x18\x08 \x01(\x04\x12\x16\n\x0enum_tail_slots\x18\t \x01(\x04\x12\x15\n\rfragmentation\x18\n \x01(\x01\x12=\n\nref_counts\x18\x0b \x03(\x0b\x32).kvferry.v1.MemorySnapshot.RefCountsEntry\x12)\n\x07tenants\x18\x0c \x03(\x0b\x32\x18.kvferry.v1.TenantMemory\x12%\n\x05tiers\x18\r \x03(\x0b\x32\x16.kvferry.v1.TierMemory\x12\x17\n\x0fnum_swap_blocks\x18\x0e \x01(\r\x12\x1c\n\x14num_used_swap_blocks\x18\x0f \x01(\r\x12\x15\n\rnum_evictions\x18\x10 \x01(\x04\x12!\n\x19num_recompute_preemptions\x18\x11 \x01(\x04\x12\x1c\n\x14num_swap_preemptions\x18\x12 \x01(\x04\x12\x1d\n\x15num_recomputed_tokens\x18\x13 \x01(\x04\x12\x1e\n\x16num_blocks_swapped_out\x18\x14 \x01(\x04\x12\x1d\n\x15num_blocks_swapped_in\x18\x15 \x01(\x04\x12\x15\n\rswapped_bytes\x18\x16 \x01(\x04\x12\x0e\n\x06swap_s\x18\x17 \x01(\x01\x12\x19\n\x11num_blocks_copied\x18\x18 \x01(\x04\x12\x18\n\x10num_prefix_waits\x18\x19 \x01(\x04\x12\x1a\n\x12num_parked_prompts\x18\x1a \x01(\x04\x1a\x30\n\x0eRefCountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x89\x02\n\x0cTenantMemory\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x17\n\x0fnum_used_blocks\x18\x02 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x03 \x01(\r\x12\x19\n\x11num_pinned_blocks\x18\x04 \x01(\r\x12\x1c\n\x0fmax_used_blocks\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x1e\n\x11max_cached_blocks\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x1a\n\x12num_queried_tokens\x18\x07 \x01(\x04\x12\x16\n\x0enum_hit_tokens\x18\x08 \x01(\x04\x42\x12\n\x10_max_used_blocksB\x14\n\x12_max_cached_blocks\"A\n\nTierMemory\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04tier\x18\x02 \x01(\t\x12\x17\n\x0fnum_used_blocks\x18\x03 \x01(\r\")\n\x17\x46lushPrefixCacheRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"E\n\x18\x46lushPrefixCacheResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.kvferry.v1.WorkerBlocks\"`\n\x0cWorkerBlocks\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\"\xd1\x01\n\x10PinPrefixRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x04 \x01(\x0b\x32\x10.kvferry.v1.ChatH\x00\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\'\n\x05\x63\x61\x63he\x18\x06 \x01(\x0b\x32\x18.kvferry.v1.CacheOptions\x12\x0e\n\x06tenant\x18\x07 \x01(\tB\x08\n\x06prompt\"k\n\x11PinPrefixResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x17\n\x0fnum_full_blocks\x18\x02 \x01(\r\x12)\n\x07workers\x18\x03 \x03(\x0b\x32\x18.kvferry.v1.WorkerBlocks\"2\n\x12UnpinPrefixRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"@\n\x13UnpinPrefixResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.kvferry.v1.WorkerBlocks\"\x11\n\x0fSnapshotRequest\">\n\x10SnapshotResponse\x12*\n\x06memory\x18\x01 \x01(\x0b\x32\x1a.kvferry.v1.MemorySnapshot\".\n\x0c\x46lushRequest\x12\x13\n\x06tenant\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_tenant\"#\n\rFlushResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"w\n\nPinRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x13\n\x0bshared_salt\x18\x06 \x01(\t\"!\n\x0bPinResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\",\n\x0cUnpinRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"#\n\rUnpinResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r2\xd1\x02\n\x0c\x43\x61\x63heService\x12H\n\tGetMemory\x12\x1c.kvferry.v1.GetMemoryRequest\x1a\x1d.kvferry.v1.GetMemoryResponse\x12]\n\x10\x46lushPrefixCache\x12#.kvferry.v1.FlushPrefixCacheRequest\x1a$.kvferry.v1.FlushPrefixCacheResponse\x12H\n\tPinPrefix\x12\x1c.kvferry.v1.PinPrefixRequest\x1a\x1d.kvferry.v1.PinPrefixResponse\x12N\n\x0bUnpinPrefix\x12\x1e.kvferry.v1.UnpinPrefixRequest\x1a\x1f.kvferry.v1.UnpinPrefixResponse2\x8f\x02\n\x12WorkerCacheService\x12\x45\n\x08Snapshot\x12\x1b.kvferry.v1.SnapshotRequest\x1a\x1c.kvferry.v1.SnapshotResponse\x12<\n\x05\x46lush\x12\x18.kvferry.v1.FlushRequest\x1a\x19.kvferry.v1.FlushResponse\x12\x36\n\x03Pin\x12\x16.kvferry.v1.PinRequest\x1a\x17.kvferry.v1.PinResponse\x12<\n\x05Unpin\x12\x18.kvferry.v1.UnpinRequest\x1a\x19.kvferry.v1.UnpinResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,45 +42,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERMEMORY']._serialized_start=192
   _globals['_WORKERMEMORY']._serialized_end=312
   _globals['_MEMORYSNAPSHOT']._serialized_start=315
-  _globals['_MEMORYSNAPSHOT']._serialized_end=1093
-  _globals['_MEMORYSNAPSHOT_REFCOUNTSENTRY']._serialized_start=1045
-  _globals['_MEMORYSNAPSHOT_REFCOUNTSENTRY']._serialized_end=1093
-  _globals['_TENANTMEMORY']._serialized_start=1096
-  _globals['_TENANTMEMORY']._serialized_end=1361
-  _globals['_TIERMEMORY']._serialized_start=1363
-  _globals['_TIERMEMORY']._serialized_end=1428
-  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_start=1430
-  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_end=1471
-  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_start=1473
-  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_end=1542
-  _globals['_WORKERBLOCKS']._serialized_start=1544
-  _globals['_WORKERBLOCKS']._serialized_end=1640
-  _globals['_PINPREFIXREQUEST']._serialized_start=1643
-  _globals['_PINPREFIXREQUEST']._serialized_end=1852
-  _globals['_PINPREFIXRESPONSE']._serialized_start=1854
-  _globals['_PINPREFIXRESPONSE']._serialized_end=1961
-  _globals['_UNPINPREFIXREQUEST']._serialized_start=1963
-  _globals['_UNPINPREFIXREQUEST']._serialized_end=2013
-  _globals['_UNPINPREFIXRESPONSE']._serialized_start=2015
-  _globals['_UNPINPREFIXRESPONSE']._serialized_end=2079
-  _globals['_SNAPSHOTREQUEST']._serialized_start=2081
-  _globals['_SNAPSHOTREQUEST']._serialized_end=2098
-  _globals['_SNAPSHOTRESPONSE']._serialized_start=2100
-  _globals['_SNAPSHOTRESPONSE']._serialized_end=2162
-  _globals['_FLUSHREQUEST']._serialized_start=2164
-  _globals['_FLUSHREQUEST']._serialized_end=2210
-  _globals['_FLUSHRESPONSE']._serialized_start=2212
-  _globals['_FLUSHRESPONSE']._serialized_end=2247
-  _globals['_PINREQUEST']._serialized_start=2249
-  _globals['_PINREQUEST']._serialized_end=2368
-  _globals['_PINRESPONSE']._serialized_start=2370
-  _globals['_PINRESPONSE']._serialized_end=2403
-  _globals['_UNPINREQUEST']._serialized_start=2405
-  _globals['_UNPINREQUEST']._serialized_end=2449
-  _globals['_UNPINRESPONSE']._serialized_start=2451
-  _globals['_UNPINRESPONSE']._serialized_end=2486
-  _globals['_CACHESERVICE']._serialized_start=2489
-  _globals['_CACHESERVICE']._serialized_end=2826
-  _globals['_WORKERCACHESERVICE']._serialized_start=2829
-  _globals['_WORKERCACHESERVICE']._serialized_end=3100
+  _globals['_MEMORYSNAPSHOT']._serialized_end=1121
+  _globals['_MEMORYSNAPSHOT_REFCOUNTSENTRY']._serialized_start=1073
+  _globals['_MEMORYSNAPSHOT_REFCOUNTSENTRY']._serialized_end=1121
+  _globals['_TENANTMEMORY']._serialized_start=1124
+  _globals['_TENANTMEMORY']._serialized_end=1389
+  _globals['_TIERMEMORY']._serialized_start=1391
+  _globals['_TIERMEMORY']._serialized_end=1456
+  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_start=1458
+  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_end=1499
+  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_start=1501
+  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_end=1570
+  _globals['_WORKERBLOCKS']._serialized_start=1572
+  _globals['_WORKERBLOCKS']._serialized_end=1668
+  _globals['_PINPREFIXREQUEST']._serialized_start=1671
+  _globals['_PINPREFIXREQUEST']._serialized_end=1880
+  _globals['_PINPREFIXRESPONSE']._serialized_start=1882
+  _globals['_PINPREFIXRESPONSE']._serialized_end=1989
+  _globals['_UNPINPREFIXREQUEST']._serialized_start=1991
+  _globals['_UNPINPREFIXREQUEST']._serialized_end=2041
+  _globals['_UNPINPREFIXRESPONSE']._serialized_start=2043
+  _globals['_UNPINPREFIXRESPONSE']._serialized_end=2107
+  _globals['_SNAPSHOTREQUEST']._serialized_start=2109
+  _globals['_SNAPSHOTREQUEST']._serialized_end=2126
+  _globals['_SNAPSHOTRESPONSE']._serialized_start=2128
+  _globals['_SNAPSHOTRESPONSE']._serialized_end=2190
+  _globals['_FLUSHREQUEST']._serialized_start=2192
+  _globals['_FLUSHREQUEST']._serialized_end=2238
+  _globals['_FLUSHRESPONSE']._serialized_start=2240
+  _globals['_FLUSHRESPONSE']._serialized_end=2275
+  _globals['_PINREQUEST']._serialized_start=2277
+  _globals['_PINREQUEST']._serialized_end=2396
+  _globals['_PINRESPONSE']._serialized_start=2398
+  _globals['_PINRESPONSE']._serialized_end=2431
+  _globals['_UNPINREQUEST']._serialized_start=2433
+  _globals['_UNPINREQUEST']._serialized_end=2477
+  _globals['_UNPINRESPONSE']._serialized_start=2479
+  _globals['_UNPINRESPONSE']._serialized_end=2514
+  _globals['_CACHESERVICE']._serialized_start=2517
+  _globals['_CACHESERVICE']._serialized_end=2854
+  _globals['_WORKERCACHESERVICE']._serialized_start=2857
+  _globals['_WORKERCACHESERVICE']._serialized_end=3128
 # @@protoc_insertion_point(module_scope)

@@ -33,7 +33,7 @@ class WorkerMemory(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., error: _Optional[str] = ..., memory: _Optional[_Union[MemorySnapshot, _Mapping]] = ...) -> None: ...
 
 class MemorySnapshot(_message.Message):
-    __slots__ = ("num_blocks", "block_size", "block_bytes", "num_free_blocks", "num_cached_blocks", "num_used_blocks", "num_pinned_blocks", "num_filled_slots", "num_tail_slots", "fragmentation", "ref_counts", "tenants", "tiers", "num_swap_blocks", "num_used_swap_blocks", "num_evictions", "num_recompute_preemptions", "num_swap_preemptions", "num_recomputed_tokens", "num_blocks_swapped_out", "num_blocks_swapped_in", "swapped_bytes", "swap_s", "num_blocks_copied", "num_prefix_waits")
+    __slots__ = ("num_blocks", "block_size", "block_bytes", "num_free_blocks", "num_cached_blocks", "num_used_blocks", "num_pinned_blocks", "num_filled_slots", "num_tail_slots", "fragmentation", "ref_counts", "tenants", "tiers", "num_swap_blocks", "num_used_swap_blocks", "num_evictions", "num_recompute_preemptions", "num_swap_preemptions", "num_recomputed_tokens", "num_blocks_swapped_out", "num_blocks_swapped_in", "swapped_bytes", "swap_s", "num_blocks_copied", "num_prefix_waits", "num_parked_prompts")
     class RefCountsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class MemorySnapshot(_message.Message):
     SWAP_S_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_COPIED_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFIX_WAITS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARKED_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     block_size: int
     block_bytes: int
@@ -91,7 +92,8 @@ class MemorySnapshot(_message.Message):
     swap_s: float
     num_blocks_copied: int
     num_prefix_waits: int
-    def __init__(self, num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_filled_slots: _Optional[int] = ..., num_tail_slots: _Optional[int] = ..., fragmentation: _Optional[float] = ..., ref_counts: _Optional[_Mapping[int, int]] = ..., tenants: _Optional[_Iterable[_Union[TenantMemory, _Mapping]]] = ..., tiers: _Optional[_Iterable[_Union[TierMemory, _Mapping]]] = ..., num_swap_blocks: _Optional[int] = ..., num_used_swap_blocks: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_recompute_preemptions: _Optional[int] = ..., num_swap_preemptions: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_blocks_swapped_out: _Optional[int] = ..., num_blocks_swapped_in: _Optional[int] = ..., swapped_bytes: _Optional[int] = ..., swap_s: _Optional[float] = ..., num_blocks_copied: _Optional[int] = ..., num_prefix_waits: _Optional[int] = ...) -> None: ...
+    num_parked_prompts: int
+    def __init__(self, num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_filled_slots: _Optional[int] = ..., num_tail_slots: _Optional[int] = ..., fragmentation: _Optional[float] = ..., ref_counts: _Optional[_Mapping[int, int]] = ..., tenants: _Optional[_Iterable[_Union[TenantMemory, _Mapping]]] = ..., tiers: _Optional[_Iterable[_Union[TierMemory, _Mapping]]] = ..., num_swap_blocks: _Optional[int] = ..., num_used_swap_blocks: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_recompute_preemptions: _Optional[int] = ..., num_swap_preemptions: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_blocks_swapped_out: _Optional[int] = ..., num_blocks_swapped_in: _Optional[int] = ..., swapped_bytes: _Optional[int] = ..., swap_s: _Optional[float] = ..., num_blocks_copied: _Optional[int] = ..., num_prefix_waits: _Optional[int] = ..., num_parked_prompts: _Optional[int] = ...) -> None: ...
 
 class TenantMemory(_message.Message):
     __slots__ = ("tenant", "num_used_blocks", "num_cached_blocks", "num_pinned_blocks", "max_used_blocks", "max_cached_blocks", "num_queried_tokens", "num_hit_tokens")

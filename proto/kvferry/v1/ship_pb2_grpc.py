@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class ShipServiceStub:
-    """Takes shipments. The sender opens with `offer`; the receiver answers `want` once it has reserved room for everything; the
+    """Takes shipments. Two processes that exchange blocks first agree over `Link`, which either side keeps open as long as it can.
+    The sender of a shipment opens with `offer`; the receiver answers `want` once it has reserved room for everything; the
     sender sends the wanted blocks in order of index and ends with `commit`; the receiver answers `commit_ack`.
     """
 
@@ -36,6 +37,11 @@ class ShipServiceStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Link = channel.stream_stream(
+                '/kvferry.v1.ShipService/Link',
+                request_serializer=proto_dot_kvferry_dot_v1_dot_ship__pb2.LinkRequest.SerializeToString,
+                response_deserializer=proto_dot_kvferry_dot_v1_dot_ship__pb2.LinkResponse.FromString,
+                _registered_method=True)
         self.Ship = channel.stream_stream(
                 '/kvferry.v1.ShipService/Ship',
                 request_serializer=proto_dot_kvferry_dot_v1_dot_ship__pb2.ShipRequest.SerializeToString,
@@ -44,9 +50,18 @@ class ShipServiceStub:
 
 
 class ShipServiceServicer:
-    """Takes shipments. The sender opens with `offer`; the receiver answers `want` once it has reserved room for everything; the
+    """Takes shipments. Two processes that exchange blocks first agree over `Link`, which either side keeps open as long as it can.
+    The sender of a shipment opens with `offer`; the receiver answers `want` once it has reserved room for everything; the
     sender sends the wanted blocks in order of index and ends with `commit`; the receiver answers `commit_ack`.
     """
+
+    def Link(self, request_iterator, context):
+        """What a pair of processes agree on: wire version and how payloads travel. The call owns the memory that is set aside for
+        the pair; when it ends that memory is gone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Ship(self, request_iterator, context):
         """One shipment. The call owns the reservation until the commit; when it ends early the reservation is freed.
@@ -58,6 +73,11 @@ class ShipServiceServicer:
 
 def add_ShipServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Link': grpc.stream_stream_rpc_method_handler(
+                    servicer.Link,
+                    request_deserializer=proto_dot_kvferry_dot_v1_dot_ship__pb2.LinkRequest.FromString,
+                    response_serializer=proto_dot_kvferry_dot_v1_dot_ship__pb2.LinkResponse.SerializeToString,
+            ),
             'Ship': grpc.stream_stream_rpc_method_handler(
                     servicer.Ship,
                     request_deserializer=proto_dot_kvferry_dot_v1_dot_ship__pb2.ShipRequest.FromString,
@@ -72,9 +92,37 @@ def add_ShipServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ShipService:
-    """Takes shipments. The sender opens with `offer`; the receiver answers `want` once it has reserved room for everything; the
+    """Takes shipments. Two processes that exchange blocks first agree over `Link`, which either side keeps open as long as it can.
+    The sender of a shipment opens with `offer`; the receiver answers `want` once it has reserved room for everything; the
     sender sends the wanted blocks in order of index and ends with `commit`; the receiver answers `commit_ack`.
     """
+
+    @staticmethod
+    def Link(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvferry.v1.ShipService/Link',
+            proto_dot_kvferry_dot_v1_dot_ship__pb2.LinkRequest.SerializeToString,
+            proto_dot_kvferry_dot_v1_dot_ship__pb2.LinkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Ship(request_iterator,

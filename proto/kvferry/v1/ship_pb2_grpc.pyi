@@ -27,7 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ShipServiceStub:
-    """Takes shipments. The sender opens with `offer`; the receiver answers `want` once it has reserved room for everything; the
+    """Takes shipments. Two processes that exchange blocks first agree over `Link`, which either side keeps open as long as it can.
+    The sender of a shipment opens with `offer`; the receiver answers `want` once it has reserved room for everything; the
     sender sends the wanted blocks in order of index and ends with `commit`; the receiver answers `commit_ack`.
     """
 
@@ -35,23 +36,43 @@ class ShipServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ShipServiceAsyncStub: ...
+    Link: _grpc.StreamStreamMultiCallable[_ship_pb2.LinkRequest, _ship_pb2.LinkResponse]
+    """What a pair of processes agree on: wire version and how payloads travel. The call owns the memory that is set aside for
+    the pair; when it ends that memory is gone.
+    """
     Ship: _grpc.StreamStreamMultiCallable[_ship_pb2.ShipRequest, _ship_pb2.ShipResponse]
     """One shipment. The call owns the reservation until the commit; when it ends early the reservation is freed."""
 
 @_typing.type_check_only
 class ShipServiceAsyncStub(ShipServiceStub):
-    """Takes shipments. The sender opens with `offer`; the receiver answers `want` once it has reserved room for everything; the
+    """Takes shipments. Two processes that exchange blocks first agree over `Link`, which either side keeps open as long as it can.
+    The sender of a shipment opens with `offer`; the receiver answers `want` once it has reserved room for everything; the
     sender sends the wanted blocks in order of index and ends with `commit`; the receiver answers `commit_ack`.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
+    Link: _aio.StreamStreamMultiCallable[_ship_pb2.LinkRequest, _ship_pb2.LinkResponse]  # type: ignore[assignment]
+    """What a pair of processes agree on: wire version and how payloads travel. The call owns the memory that is set aside for
+    the pair; when it ends that memory is gone.
+    """
     Ship: _aio.StreamStreamMultiCallable[_ship_pb2.ShipRequest, _ship_pb2.ShipResponse]  # type: ignore[assignment]
     """One shipment. The call owns the reservation until the commit; when it ends early the reservation is freed."""
 
 class ShipServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Takes shipments. The sender opens with `offer`; the receiver answers `want` once it has reserved room for everything; the
+    """Takes shipments. Two processes that exchange blocks first agree over `Link`, which either side keeps open as long as it can.
+    The sender of a shipment opens with `offer`; the receiver answers `want` once it has reserved room for everything; the
     sender sends the wanted blocks in order of index and ends with `commit`; the receiver answers `commit_ack`.
     """
+
+    @_abc_1.abstractmethod
+    def Link(
+        self,
+        request_iterator: _MaybeAsyncIterator[_ship_pb2.LinkRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_ship_pb2.LinkResponse], _abc.AsyncIterator[_ship_pb2.LinkResponse]]:
+        """What a pair of processes agree on: wire version and how payloads travel. The call owns the memory that is set aside for
+        the pair; when it ends that memory is gone.
+        """
 
     @_abc_1.abstractmethod
     def Ship(

@@ -110,7 +110,7 @@ class WatchResponse(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., capabilities: _Optional[_Union[_types_pb2.Capabilities, _Mapping]] = ..., draining: _Optional[bool] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_used_blocks", "num_steps", "num_prefill_tokens", "num_cached_tokens", "num_sampled_tokens", "num_blocks_shipped", "shipped_bytes", "num_nacks", "num_evictions", "num_recompute_preemptions", "num_swap_preemptions", "num_recomputed_tokens", "num_blocks_swapped_out", "num_blocks_swapped_in", "num_blocks_copied", "num_pinned_blocks", "tenant_hits", "num_integrity_faults", "num_unsound_hits", "max_running")
+    __slots__ = ("num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_used_blocks", "num_steps", "num_prefill_tokens", "num_cached_tokens", "num_sampled_tokens", "num_blocks_shipped", "shipped_bytes", "num_nacks", "num_evictions", "num_recompute_preemptions", "num_swap_preemptions", "num_recomputed_tokens", "num_blocks_swapped_out", "num_blocks_swapped_in", "num_blocks_copied", "num_pinned_blocks", "tenant_hits", "num_integrity_faults", "num_unsound_hits", "max_running", "num_parked_prompts")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +136,7 @@ class WorkerLoad(_message.Message):
     NUM_INTEGRITY_FAULTS_FIELD_NUMBER: _ClassVar[int]
     NUM_UNSOUND_HITS_FIELD_NUMBER: _ClassVar[int]
     MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARKED_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_blocks: int
@@ -161,7 +162,8 @@ class WorkerLoad(_message.Message):
     num_integrity_faults: int
     num_unsound_hits: int
     max_running: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., num_blocks_shipped: _Optional[int] = ..., shipped_bytes: _Optional[int] = ..., num_nacks: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_recompute_preemptions: _Optional[int] = ..., num_swap_preemptions: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_blocks_swapped_out: _Optional[int] = ..., num_blocks_swapped_in: _Optional[int] = ..., num_blocks_copied: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., tenant_hits: _Optional[_Iterable[_Union[TenantHits, _Mapping]]] = ..., num_integrity_faults: _Optional[int] = ..., num_unsound_hits: _Optional[int] = ..., max_running: _Optional[int] = ...) -> None: ...
+    num_parked_prompts: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., num_blocks_shipped: _Optional[int] = ..., shipped_bytes: _Optional[int] = ..., num_nacks: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_recompute_preemptions: _Optional[int] = ..., num_swap_preemptions: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_blocks_swapped_out: _Optional[int] = ..., num_blocks_swapped_in: _Optional[int] = ..., num_blocks_copied: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., tenant_hits: _Optional[_Iterable[_Union[TenantHits, _Mapping]]] = ..., num_integrity_faults: _Optional[int] = ..., num_unsound_hits: _Optional[int] = ..., max_running: _Optional[int] = ..., num_parked_prompts: _Optional[int] = ...) -> None: ...
 
 class TenantHits(_message.Message):
     __slots__ = ("tenant", "num_queried_tokens", "num_hit_tokens")

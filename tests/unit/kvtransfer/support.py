@@ -11,7 +11,8 @@ from kvferry.errors import KvferryError
 from kvferry.kv_layout import KvLayout
 from kvferry.spec import AttemptId
 from kvtransfer.frames import cut_block
-from kvtransfer.messages import BlockFrame, Offer
+from kvtransfer.messages import BlockFrame, Offer, Region
+from kvtransfer.staging import StagingView
 from kvtransfer.transport import CommitOutcome, Grant
 
 LAYOUT = KvLayout(
@@ -49,6 +50,19 @@ def frames_of(block_index: int, num_tokens: int = 4, *, max_frame_bytes: int = 1
     )
 
 
+def payload_of(frame: BlockFrame) -> bytes | memoryview:
+    """The bytes of a frame that carries them."""
+    assert not isinstance(frame.payload, Region)
+    return frame.payload
+
+
+def put(view: StagingView, payload: bytes | memoryview) -> Region:
+    """Copies a payload into a free slot."""
+    region = view.reserve(len(payload))
+    view.write(region, payload)
+    return region
+
+
 class MemorySource:
     """Blocks of `contents_of`; remembers what was read. `digests` are those made when the blocks filled."""
 
@@ -56,12 +70,31 @@ class MemorySource:
         self.reads: list[tuple[int, int]] = []
         self._digests = digests or {}
 
+    async def secure(self) -> None:
+        """They always stay."""
+
     def digest(self, block_index: int) -> bytes | None:
         return self._digests.get(block_index)
 
     def read(self, block_index: int, num_tokens: int) -> memoryview:
         self.reads.append((block_index, num_tokens))
         return memoryview(contents_of(block_index))
+
+
+class OneContents:
+    """Every block holds the same; none has a stored digest."""
+
+    def __init__(self, contents: bytes) -> None:
+        self._contents = contents
+
+    async def secure(self) -> None:
+        """They always stay."""
+
+    def read(self, block_index: int, num_tokens: int) -> bytes:
+        return self._contents
+
+    def digest(self, block_index: int) -> None:
+        return None
 
 
 @dataclass
@@ -119,3 +152,16 @@ class MemoryHost:
         return bool(self.first_token_ids) and all(
             bytes(block) == contents_of(index) for index, block in self.blocks.items()
         )
+
+
+class LargeHost(MemoryHost):
+    """Blocks of another size."""
+
+    def __init__(self, block_bytes: int) -> None:
+        super().__init__()
+        self._block_bytes = block_bytes
+
+    async def grant(self, offer: Offer) -> Grant:
+        grant = await super().grant(offer)
+        self.blocks = {index: bytearray(self._block_bytes) for index in grant.wanted}
+        return grant

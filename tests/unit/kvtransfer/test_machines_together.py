@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvferry.block_digest import block_digest
 from kvferry.errors import DataLoss, KvferryError
 from kvtransfer.frames import cut_block
-from kvtransfer.messages import Alive, BlockFrame, Commit, CommitAck, Nack, ReceiverMessage, SenderMessage, Want
+from kvtransfer.messages import Alive, BlockFrame, Commit, CommitAck, Nack, ReceiverMessage, Region, SenderMessage, Want
 from kvtransfer.receiver import (
     CommitSequence,
     ReceiveFailed,
@@ -147,6 +147,7 @@ class Pair:
                 case SendWant(block_indices=indices):
                     self.to_sender.append(Want(indices))
                 case WriteFrame(block_index=index, offset=offset, payload=payload):
+                    assert not isinstance(payload, Region)
                     self.pool[index][offset : offset + len(payload)] = payload
                 case VerifyBlock(block_index=index, digest=digest):
                     is_right = block_digest(self.pool[index]) == digest

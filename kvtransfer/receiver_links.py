@@ -1,0 +1,126 @@
+"""The receiver's side of links: answers a sender's Hello and owns the memory set aside for it until the call ends.
+
+    Link call: Hello ─► agree ─► staging segment ─► Welcome ─► heartbeats both ways … ─► the call ends, the segment goes
+
+The call ends with its sender: when its process dies, when its connection breaks, or when it is silent for longer than
+the progress timeout.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvferry.errors import FailedPrecondition, InvalidArgument, Unavailable
+from kvferry.rpc import HeartbeatWriter, read_with_progress_deadline
+from kvferry.telemetry import log_event
+from kvtransfer.handshake import Agreement, Hello, LinkTerms, Transport, Welcome, agree
+from kvtransfer.link_codec import hello_from_pb, welcome_to_pb
+from kvtransfer.liveness import HEARTBEATS_PER_TIMEOUT
+from kvtransfer.staging import HEADER_BYTES, StagingSegment
+from proto.kvferry.v1 import ship_pb2, worker_pb2
+
+if TYPE_CHECKING:  # subscripted at type-check time only; at run time the class is not generic
+    from grpc.aio import ServicerContext
+
+    Context = ServicerContext[ship_pb2.LinkRequest, ship_pb2.LinkResponse]
+
+logger = logging.getLogger(__name__)
+
+PEER = "the sender at the other end of the link"
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """An open link."""
+
+    hello: Hello
+    segment: StagingSegment | None
+
+
+class ReceiverLinks:
+    """The links of one receiving process in its life `epoch`."""
+
+    def __init__(self, terms: LinkTerms, epoch: int) -> None:
+        self._terms = terms
+        self._epoch = epoch
+        self._links: dict[int, _Link] = {}
+        self._staging_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory of all staging segments together."""
+        return self._staging_bytes
+
+    def segment(self, link_id: int) -> StagingSegment | None:
+        """Where the payloads of a link lie; None where they travel in messages. FailedPrecondition once it ended."""
+        link = self._links.get(link_id)
+        if link is None:
+            raise FailedPrecondition(f"link {link_id:x} is not open here (any more)")
+        return link.segment
+
+    async def serve(self, context: Context, hello_timeout_s: float) -> None:
+        """One Link call from its first message to its end."""
+        message = await read_with_progress_deadline(context, hello_timeout_s, PEER)
+        if message is None or message.WhichOneof("event") != "hello":
+            raise InvalidArgument("event", "the first message of Link must be `hello`")
+        hello = hello_from_pb(message.hello)
+        with self._open(hello) as welcome:
+            timeout_s = hello.progress_timeout_s
+            async with HeartbeatWriter(
+                context.write,
+                lambda: ship_pb2.LinkResponse(heartbeat=worker_pb2.Heartbeat()),
+                interval_s=timeout_s / HEARTBEATS_PER_TIMEOUT,
+                stall_timeout_s=timeout_s,
+                peer=PEER,
+            ) as writer:
+                await writer.write(ship_pb2.LinkResponse(welcome=welcome_to_pb(welcome)))
+                while await read_with_progress_deadline(context, timeout_s, PEER) is not None:
+                    pass
+
+    @contextmanager
+    def _open(self, hello: Hello) -> Iterator[Welcome]:
+        """The link for the length of the block."""
+        agreement = agree(hello, self._terms)
+        segment = self._new_segment(hello, agreement)
+        link_id = secrets.randbits(63) | 1
+        self._links[link_id] = _Link(hello, segment)
+        transport = Transport.GRPC if segment is None else Transport.SHARED_MEMORY
+        log_event(logger, "link_opened", sender=hello.worker_id, transport=transport.value, link_id=f"{link_id:x}")
+        try:
+            name = None if segment is None else segment.name
+            yield Welcome(agreement.wire_version, self._epoch, link_id, transport, agreement.max_frame_bytes, name)
+        finally:
+            del self._links[link_id]
+            if segment is not None:
+                self._staging_bytes -= segment.num_bytes
+                segment.close()
+            log_event(logger, "link_closed", sender=hello.worker_id, link_id=f"{link_id:x}")
+
+    def _new_segment(self, hello: Hello, agreement: Agreement) -> StagingSegment | None:
+        """None where payloads travel in messages: agreed on so, or no memory is left and the sender knows gRPC too."""
+        if agreement.transport is not Transport.SHARED_MEMORY:
+            return None
+        slot_bytes = min(agreement.max_frame_bytes, self._terms.layout.block_bytes)
+        num_bytes = max(self._terms.peer_bytes, slot_bytes) + 2 * HEADER_BYTES
+        try:
+            if self._staging_bytes + num_bytes > self._terms.max_staging_bytes:
+                raise Unavailable(
+                    f"transfer.max_staging_bytes: {self._terms.max_staging_bytes} bytes, {self._staging_bytes} in use, "
+                    f"{num_bytes} more are wanted"
+                )
+            segment = StagingSegment(num_bytes)
+        except Unavailable as error:
+            if Transport.GRPC not in hello.transports or Transport.GRPC not in self._terms.transports:
+                raise
+            log_event(logger, "no_staging", level=logging.WARNING, sender=hello.worker_id, reason=error.message)
+            return None
+        self._staging_bytes += num_bytes
+        return segment
