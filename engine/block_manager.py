@@ -249,6 +249,10 @@ class BlockManager:
         """Whether it is the tenant's quota that denies `sequence` so many blocks, not the pool."""
         return self.pool.room(num_blocks, tenant=sequence.tenant) is Room.OVER_QUOTA
 
+    def holds_blocks_of(self, sequence: Sequence, tenant: str) -> bool:
+        """Whether a block of `sequence`, whosever it is, counts against the quota of `tenant`."""
+        return any(self.pool.tenant(block_id) == tenant for block_id in sequence.held_blocks)
+
     def fork(self, sequence: Sequence, seq_id: str, choice: int) -> Sequence:
         """A new sequence that shares all blocks of `sequence`."""
         fork = sequence.fork(seq_id, choice)

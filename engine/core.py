@@ -2,6 +2,7 @@
 
     add ──► waiting ──► running ──► finished           a worker that decodes
                           └──────► held ──► remove     a prefill worker: shipping reads the blocks until `remove`
+    waiting ◄── recall ── parked ◄──┘                  its blocks were taken while it waited for its grant
     reserve ──► (KV arrives) ──► adopt ──► running     a decode worker that is shipped to
                                    └─ forks into its choices, or into a gang of beams
 
@@ -31,6 +32,7 @@ from engine.outputs import (
     Output,
     SequenceFailed,
     SequencePreempted,
+    SequenceRestored,
     SequenceStarted,
 )
 from engine.preemption import RECOMPUTE, PreemptionPolicy
@@ -219,6 +221,11 @@ class EngineCore:
         self.scheduler.reserved.discard(sequence)
         sequence.status = SequenceStatus.WAITING
 
+    def recall(self, sequence: Sequence) -> None:
+        """Queues a parked prompt again, to be computed and held anew; does nothing where it is queued, or removed."""
+        if sequence.status is SequenceStatus.PARKED:
+            self.scheduler.add(sequence)
+
     def remove(self, owner_id: str) -> list[Sequence]:
         """Ends all sequences of an attempt in whatever state they are; an unknown id does nothing."""
         return self._attempts.remove(owner_id)
@@ -369,6 +376,8 @@ class EngineCore:
             outputs.append(
                 ChunkComputed(sequence.owner_id, chunk.num_tokens, sequence.num_computed_tokens, start_ns, end_ns)
             )
+        if sequence.hold.is_parked and sequence.num_uncomputed_tokens == 0:
+            return [*outputs, self._restored(sequence, end_ns)]  # its first tokens were told before
         if result is None or sequence.gang is not None:
             return outputs
         if sequence.beam is not None:
@@ -394,26 +403,26 @@ class EngineCore:
         """Takes a token a choice: a prefill worker holds the blocks, others fork and go on."""
         self._num_sampled_tokens += len(tokens)
         if sequence.hold_after_prefill:
-            self._hold(sequence)
+            self.scheduler.hold(sequence)
             return list(token_outputs(sequence, tokens, at_ns))
         return list(self._attempts.fork_choices(sequence, tokens, at_ns))
 
     def _found(self, sequence: Sequence, candidates: tuple[Candidate, ...], at_ns: int) -> list[Output]:
         """Takes the candidates of a beam search's prompt."""
         if sequence.hold_after_prefill:
-            self._hold(sequence)
+            self.scheduler.hold(sequence)
             return [CandidatesFound(sequence.owner_id, candidates, at_ns)]
         return self._start_gang(sequence, list(candidates))
 
-    def _hold(self, sequence: Sequence) -> None:
-        """Ends a prompt's part in the batch; its blocks, which are on their way out, are kept until `remove`."""
-        self.scheduler.remove(sequence)
-        sequence.status = SequenceStatus.HELD
+    def _restored(self, sequence: Sequence, at_ns: int) -> SequenceRestored:
+        self.scheduler.hold(sequence)
+        sequence.hold.restore()
+        return SequenceRestored(sequence.owner_id, at_ns)
 
     def _failed(self, sequence: Sequence, message: str) -> list[Output]:
         """One choice that cannot go on fails its attempt."""
         if sequence.hold_after_prefill:
-            self._hold(sequence)
+            self.scheduler.hold(sequence)
         else:
             self.remove(sequence.owner_id)
         return [SequenceFailed(sequence.owner_id, Internal(message))]

@@ -1,7 +1,7 @@
 """The step loop: one thread that owns an `EngineCore` and runs it while there is work.
 
-The service's event loop hands in closures (`submit`), which run between two steps, so nothing of the core is ever
-touched by two threads; results and the outputs of steps go back through `deliver`, once a step, in order.
+The service's event loop hands in closures (`submit`), which run between two steps, so nothing of the core is touched by
+two threads but for `engine/hold.py`; results and the outputs of steps go back through `deliver`, once a step, in order.
 """
 
 from __future__ import annotations

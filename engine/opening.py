@@ -120,13 +120,32 @@ def _run_alone(runner: Runner, num_tokens: int, max_tokens: int = 2) -> None:
 
 
 def open_loop(
-    core: EngineCore, deliver: Callable[[list[Output]], None], before_step: Callable[[], list[Output]] = list
+    core: EngineCore,
+    deliver: Callable[[list[Output]], None],
+    before_step: Callable[[], list[Output]] = list,
+    *,
+    kill_at_step: int | None = None,
 ) -> EngineLoop:
-    """A started step loop; should it ever crash, the process ends so that a supervisor restarts it."""
+    """A started step loop; should it ever crash, the process ends so that a supervisor restarts it.
+
+    With `kill_at_step` the process ends in the same way before that step (from 1), for those who rehearse failures.
+    """
 
     def end_process(error: BaseException) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+        _end_process()
 
-    loop = EngineLoop(core, deliver, before_step=before_step, on_crash=end_process)
+    def prepare_step() -> list[Output]:
+        outputs = before_step()
+        if kill_at_step is not None and core.has_work and core.num_steps + 1 >= kill_at_step:
+            log_event(logger, "fault_committed", level=logging.WARNING, kind="kill", step=core.num_steps + 1)
+            _end_process()
+        return outputs
+
+    loop = EngineLoop(core, deliver, before_step=prepare_step, on_crash=end_process)
     loop.start()
     return loop
+
+
+def _end_process() -> None:
+    """At once, with nothing said or given back."""
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -75,6 +75,14 @@ class SequencePreempted:
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceRestored:
+    """A parked prompt, recalled, is computed again and held; its blocks stay. Its first tokens were told before."""
+
+    seq_id: str
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceFailed:
     """The sequence cannot go on; its blocks are freed."""
 
@@ -109,6 +117,7 @@ Output = (
     | CandidatesFound
     | BeamsFinished
     | SequencePreempted
+    | SequenceRestored
     | SequenceFailed
     | GrantMade
     | SequenceCommitted

@@ -3,8 +3,9 @@
 There are no phases: every running sequence has tokens whose KV is missing (one while it decodes, many while it
 prefills) and gets as many of them as the token budget allows: decodes first, then prompts, each in order of priority.
 When a sequence cannot grow, the running unit (a sequence, or the beams of a gang) of the lowest priority gives up its
-blocks and waits again: swapped to the host pool, or to be recomputed from what the prefix cache still holds. Plain
-state machine: no torch, no clock, no threads.
+blocks and waits again: swapped to the host pool, or to be recomputed from what the prefix cache still holds. When a
+waiting one finds no room, held prompts whose shipment has no grant yet are parked. Plain state machine: no torch, no
+clock, no threads.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in order of priority; beams of a gang side by side
         self.reserved: set[Sequence] = set()  # will join when their KV has arrived
+        self.held: list[Sequence] = []  # computed and kept for shipping, in order of priority
 
     @property
     def has_work(self) -> bool:
@@ -125,12 +127,19 @@ class Scheduler:
         sequence.status = SequenceStatus.RUNNING
         bisect.insort(self.running, sequence, key=lambda other: other.priority.key)
 
+    def hold(self, sequence: Sequence) -> None:
+        """Ends a prompt's part in the batch; it keeps its blocks until it is removed, or parked."""
+        self.remove(sequence)
+        sequence.status = SequenceStatus.HELD
+        bisect.insort(self.held, sequence, key=lambda other: other.priority.key)
+
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out of queue and batch; its blocks stay with it."""
         self.waiting.remove(sequence)
         self.reserved.discard(sequence)
-        if sequence in self.running:
-            self.running.remove(sequence)
+        for members in (self.running, self.held):
+            if sequence in members:
+                members.remove(sequence)
 
     def schedule(self) -> Schedule:
         """Decides the next step and makes room for it."""
@@ -216,6 +225,8 @@ class Scheduler:
             return Admission.NO_ROOM if sequence.num_preemptions else Admission.DEFERRED
         take = self.block_manager.swap_in if was_swapped else self.block_manager.admit
         room = take(unit, keep_watermark=bool(self.running))
+        while room is not Room.ENOUGH and self._park_one(sequence, room):
+            room = take(unit, keep_watermark=bool(self.running))
         sequence.waits_for_quota = room is Room.OVER_QUOTA
         if room is not Room.ENOUGH:
             return Admission.OVER_QUOTA if room is Room.OVER_QUOTA else Admission.NO_ROOM
@@ -226,6 +237,24 @@ class Scheduler:
             if not was_swapped or member.num_uncomputed_tokens > 1:
                 self._append_chunk(schedule, member)
         return Admission.TAKEN
+
+    def _park_one(self, sequence: Sequence, room: Room) -> bool:
+        """Has a held prompt that waits for its grant give up its blocks for `sequence`; False: none can help it.
+
+        The lowest priority goes first, but any may have to go, also one of a better tier: what cannot be parked runs or
+        is being shipped, and ends without more blocks of this pool. So nothing waits in a circle, not even by way of a
+        decode worker, whose room may be reserved for a prompt that waits here.
+        """
+        for held in reversed(self.held):
+            helps = room is Room.NO_BLOCKS or self.block_manager.holds_blocks_of(held, sequence.tenant)
+            if helps and held.hold.park():  # not before, and the blocks are freed only after
+                self.held.remove(held)
+                held.status = SequenceStatus.PARKED
+                held.num_lost_tokens = held.num_computed_tokens
+                self.counters.num_parked_prompts += 1
+                self.block_manager.free(held)
+                return True
+        return False
 
     def has_seats_for(self, sequence: Sequence) -> bool:
         """Whether the batch has places for a sequence and the beams it is or will be."""
@@ -252,8 +281,7 @@ class Scheduler:
 
     def _count_admission(self, unit: SequenceOf[Sequence]) -> None:
         for sequence in unit:
-            if sequence.num_preemptions:
-                lost = min(sequence.num_lost_tokens, sequence.num_tokens)
-                self.counters.num_recomputed_tokens += max(0, lost - sequence.num_computed_tokens)
+            lost = min(sequence.num_lost_tokens, sequence.num_tokens)
+            self.counters.num_recomputed_tokens += max(0, lost - sequence.num_computed_tokens)
             if sequence.num_cached_tokens is None:
                 sequence.num_cached_tokens = sequence.num_computed_tokens

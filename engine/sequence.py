@@ -2,9 +2,10 @@
 
 Life: WAITING (queued, or known and not offered yet) → RUNNING (in the batch) → FINISHED. A prefill worker's sequence
 goes from RUNNING to HELD: its prompt is computed, its first tokens sampled, and its blocks are kept until the shipment
-is acknowledged. A decode worker's sequence becomes RESERVED: blocks are set aside for KV that is still on the way.
-Preemption leads from RUNNING back to WAITING. A prompt of several choices is one sequence until its first tokens are
-known, then it forks.
+is acknowledged. While the shipment waits for its grant they may be taken: then it is PARKED, and with the grant WAITING
+again, to be computed anew. A decode worker's sequence becomes RESERVED: blocks are set aside for KV that is still on
+the way. Preemption leads from RUNNING back to WAITING. A prompt of several choices is one sequence until its first
+tokens are known, then it forks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from engine.hold import Hold
 from kvferry.block_hash import hash_block
 from kvferry.sampling import BeamParams, SamplingParams
 
@@ -30,6 +32,7 @@ class SequenceStatus(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     HELD = "held"
+    PARKED = "parked"
     FINISHED = "finished"
 
 
@@ -85,6 +88,7 @@ class Sequence:
         self.num_given_tokens = len(token_ids)  # known at arrival: prompt and, on a resume, earlier output
         self.priority = priority or Priority()
         self.hold_after_prefill = hold_after_prefill
+        self.hold = Hold()  # whether its blocks stay while it is held
         self.use_prefix_cache = use_prefix_cache
         self.status = SequenceStatus.WAITING
         self.block_table: list[int] = []
@@ -94,7 +98,7 @@ class Sequence:
         self.num_digested_blocks = 0  # leading full blocks that have a digest
         self.num_dropped_blocks = 0  # leading blocks that left the attention window and were given back
         self.num_preemptions = 0
-        self.num_lost_tokens = 0  # computed tokens given up by the last preemption
+        self.num_lost_tokens = 0  # computed tokens given up by the last preemption, or when it was parked
         self.was_started = False
         self.has_waited_for_prefix = False
         self.waits_for_quota = False  # it is its tenant's quota that keeps it waiting, not the pool

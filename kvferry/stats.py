@@ -29,7 +29,8 @@ class MemoryCounters:
 
     Attributes:
         num_recompute_preemptions, num_swap_preemptions: sequences preempted, by kind.
-        num_recomputed_tokens: tokens whose KV was dropped by preemption and not found in the prefix cache again.
+        num_parked_prompts: finished prompts whose KV was dropped while they waited for a decode worker's grant.
+        num_recomputed_tokens: tokens whose KV was dropped in one of these ways and not found in the prefix cache again.
         num_blocks_swapped_out, num_blocks_swapped_in: blocks copied to the host pool and back.
         swap_s: time those copies took.
         num_blocks_copied: copies on write.
@@ -39,6 +40,7 @@ class MemoryCounters:
 
     num_recompute_preemptions: int = 0
     num_swap_preemptions: int = 0
+    num_parked_prompts: int = 0
     num_recomputed_tokens: int = 0
     num_blocks_swapped_out: int = 0
     num_blocks_swapped_in: int = 0

@@ -40,6 +40,7 @@ COUNTERS = (
     ("cached_tokens", "num_cached_tokens", "Prompt tokens found in the prefix cache."),
     ("sampled_tokens", "num_sampled_tokens", "Tokens sampled."),
     ("evictions", "num_evictions", "Cached blocks whose contents were given up, for room or by a quota."),
+    ("parked_prompts", "num_parked_prompts", "Finished prompts whose KV was dropped while they waited for a grant."),
     ("recomputed_tokens", "num_recomputed_tokens", "Tokens whose KV was dropped and not found cached again."),
     ("blocks_copied", "num_blocks_copied", "Blocks copied on write."),
     ("integrity_faults", "num_integrity_faults", "Times the books of the pool proved wrong when they were checked."),

@@ -244,6 +244,7 @@ def _cost_columns(workers: Sequence[cache_pb2.WorkerMemory]) -> dict[str, list[s
             f"{memory.num_swap_preemptions}: {memory.swapped_bytes / 1e6:.1f} MB in {memory.swap_s:.3f} s"
             for memory in memories
         ],
+        "parked": [str(memory.num_parked_prompts) for memory in memories],
         "copied on write": [str(memory.num_blocks_copied) for memory in memories],
         "waits for a prefix": [str(memory.num_prefix_waits) for memory in memories],
     }

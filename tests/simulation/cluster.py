@@ -90,7 +90,8 @@ class Cluster:
         self._oracle = BlockOracle()
         self._router = Life(self.world, "router", 1)
         self._limits = self._draw_limits()
-        self._num_blocks = LEAST_BLOCKS + self._rng.choice((0, 0, 1, 2, 4, 8))
+        self._num_prefill_blocks = LEAST_BLOCKS + self._rng.choice((0, 0, 0, 2, 8))
+        self._num_decode_blocks = LEAST_BLOCKS + self._rng.choice((0, 0, 1, 2, 4, 8))
         self._reship_probability = self._rng.choice((0.0, 0.0, 0.5))
         is_local = self._rng.random() < 0.08
         prefill = () if is_local else tuple(f"P{index}" for index in range(self._rng.choice((1, 1, 2, 3))))
@@ -122,7 +123,8 @@ class Cluster:
         """A new life of a worker, which knows nothing of the one before."""
         self._epochs += 1
         life = Life(self.world, name, self._epochs)
-        runner = ScriptedRunner(SCRIPT, num_blocks=self._num_blocks, block_size=BLOCK_SIZE)
+        num_blocks = self._num_prefill_blocks if name.startswith("P") else self._num_decode_blocks
+        runner = ScriptedRunner(SCRIPT, num_blocks=num_blocks, block_size=BLOCK_SIZE)
         core = EngineCore(runner, self._limits, clock_ns=lambda: self.world.now_ns)
         worker: Worker
         if name.startswith("P"):
@@ -280,6 +282,7 @@ class Cluster:
             stats = worker.core.stats()
             counts["steps"] += stats.num_steps
             counts["preemptions"] += stats.num_preemptions
+            counts["parked prompts"] += worker.core.memory.num_parked_prompts
             counts["swaps"] += worker.core.memory.num_swap_preemptions
             counts["blocks copied on write"] += worker.core.memory.num_blocks_copied
             counts["cached tokens"] += stats.num_cached_tokens

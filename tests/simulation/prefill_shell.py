@@ -6,6 +6,8 @@ has the engine free them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from engine.core import EngineCore
 from engine.outputs import Output
 from engine.sequence import Sequence
@@ -22,6 +24,7 @@ from prefill_svc.task import (
     ReportFirstToken,
     ReportPromptComputed,
     ShipFirstTokens,
+    ShipRestored,
     ShipTokens,
     TaskAction,
 )
@@ -46,6 +49,7 @@ class PrefillCall:
         self._shipment: Shipment | None = None
         self._adding: PendingCommand | None = None
         self._block_ids: list[int] = []
+        self._on_restored: Callable[[], None] | None = None
         self._first_tokens: ShipFirstTokens | None = None
         self._is_over = False
 
@@ -106,6 +110,8 @@ class PrefillCall:
                 self._first_tokens = action
                 if self._shipment is not None:
                     self._shipment.on_first_tokens(action.token_ids, action.logprobs)
+            case ShipRestored():
+                self._restored()
             case CancelShipment():
                 pass  # the call ends with the next action, and the shipment with it
             case ReportPromptComputed():
@@ -125,12 +131,12 @@ class PrefillCall:
         assert self._target is not None
         assert self._sequence is not None
         worker = self._worker
-        self._block_ids = self._sequence.block_table  # complete from the first chunk on, kept until the call ends
         self._shipment = Shipment(
             worker.life,
             worker.network,
             self._target.address,
             self._offer(self._target),
+            secure=self._secure,
             read=self._read,
             faults=worker.faults,
             on_shipped=lambda summary: self._perform([] if self._task is None else self._task.on_shipped(summary)),
@@ -152,6 +158,24 @@ class PrefillCall:
         hashes = self._sequence.block_hashes(num_tokens // layout.block_size, layout.block_size)
         return Offer(self._spec.id, target.epoch, layout, tuple(hashes), num_tokens, PROGRESS_TIMEOUT_NS / 1e9)
 
+    def _secure(self, done: Callable[[], None]) -> None:
+        """As `prefill_svc.service.PoolSource.secure`."""
+        assert self._sequence is not None
+        sequence = self._sequence
+        if sequence.hold.secure():
+            self._block_ids = sequence.block_table
+            done()
+            return
+        self._worker.life.world.counts["recalls"] += 1
+        self._on_restored = done
+        self._worker.engine.submit(lambda core: core.recall(sequence))
+
+    def _restored(self) -> None:
+        assert self._sequence is not None
+        assert self._on_restored is not None, "recalled for a shipment"
+        self._block_ids = self._sequence.block_table
+        self._on_restored()
+
     def _read(self, block_index: int, num_tokens: int) -> bytes | memoryview:
         assert self._sequence is not None
         runner = self._worker.core.runner
@@ -169,6 +193,7 @@ class PrefillCall:
         if self._sequence is None:
             return
         worker, sequence = self._worker, self._sequence
+        worker.life.world.counts["ended while parked"] += sequence.hold.is_parked
         del worker.calls[sequence.seq_id]
         if self._adding is not None:
             self._adding.cancel()

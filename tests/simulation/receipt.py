@@ -7,7 +7,7 @@ from typing import Protocol
 
 from engine.core import EngineCore
 from kvferry.errors import KvferryError
-from kvtransfer.messages import BlockFrame, Commit, CommitAck, Nack, Offer, Want
+from kvtransfer.messages import BlockFrame, Commit, CommitAck, Nack, Offer, Region, Want
 from kvtransfer.receiver import (
     CommitSequence,
     ReceiveFailed,
@@ -105,6 +105,7 @@ class ShipReceipt:
     def _touch_block(self, action: WriteFrame | VerifyBlock) -> None:
         assert self._host is not None, "a grant came first"
         if isinstance(action, WriteFrame):
+            assert not isinstance(action.payload, Region), "payloads travel in messages here"
             self._host.write(action.block_index, action.offset, action.payload)
             return
         digest_ok = self._host.verify(action.block_index, action.digest)

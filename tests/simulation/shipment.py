@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvferry.errors import Cancelled, KvferryError, Unavailable
 from kvtransfer.frames import cut_block
-from kvtransfer.messages import BlockFrame, Commit, CommitAck, Nack, Offer, Want
+from kvtransfer.messages import BlockFrame, Commit, CommitAck, Nack, Offer, Region, Want
 from kvtransfer.sender import (
     SendBlock,
     SendCommit,
@@ -29,6 +29,9 @@ from tests.simulation.receipt import MAX_FRAME_BYTES
 
 ReadBlock = Callable[[int, int], bytes | memoryview]
 """`read(block_index, num_tokens)`: the whole slab, slots beyond `num_tokens` zeroed."""
+
+SecureBlocks = Callable[[Callable[[], None]], None]
+"""`secure(done)`: calls `done` when the blocks are there and stay, perhaps at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class Shipment:
         network: what lies between.
         address: the decode worker.
         offer: what there is to ship.
+        secure: called before anything is read.
         read: reads the sequence's blocks.
         faults: what happens to frames.
         on_shipped: told the summary after the acknowledgement.
@@ -65,6 +69,7 @@ class Shipment:
         address: str,
         offer: Offer,
         *,
+        secure: SecureBlocks,
         read: ReadBlock,
         faults: FrameFaults,
         on_shipped: Callable[[ShipSummary], None],
@@ -72,6 +77,7 @@ class Shipment:
     ) -> None:
         self._life = life
         self._network = network
+        self._secure = secure
         self._read = read
         self._faults = faults
         self._on_shipped = on_shipped
@@ -85,6 +91,12 @@ class Shipment:
 
     def on_message(self, message: object) -> None:
         assert isinstance(message, Want | Nack | CommitAck)
+        if isinstance(message, Want) and message.block_indices and not self._is_over:
+            self._secure(lambda: self._tell(message))
+        else:
+            self._tell(message)
+
+    def _tell(self, message: Want | Nack | CommitAck) -> None:
         if not self._is_over:
             self._take(self._sender.on_message(message))
 
@@ -159,21 +171,24 @@ class Shipment:
 
     def _write_frame(self, frame: BlockFrame) -> None:
         world = self._life.world
+        assert not isinstance(frame.payload, Region), "payloads travel in messages here"
+        payload = bytes(frame.payload)  # the message is made now, whatever becomes of the block
         if world.random() < self._faults.corrupt_probability:
-            frame = self._corrupt(frame)
+            payload = self._corrupt(frame.block_index, payload)
+        frame = dataclasses.replace(frame, payload=payload)
         self._end.send(frame)
         if world.random() < self._faults.duplicate_probability:
             world.counts["frames doubled"] += 1
             self._network.blame(self._end.tag, f"a frame of block {frame.block_index} arrives twice", is_link=True)
             self._end.send(frame)
 
-    def _corrupt(self, frame: BlockFrame) -> BlockFrame:
+    def _corrupt(self, block_index: int, contents: bytes) -> bytes:
         world = self._life.world
         world.counts["frames corrupted"] += 1
-        world.note(self._end.tag, "a frame is corrupted, of block", frame.block_index)
-        if frame.block_index in self._corrupted:  # once is mended by the repeat
-            self._network.blame(self._end.tag, f"block {frame.block_index} is corrupted twice", is_link=True)
-        self._corrupted.add(frame.block_index)
-        payload = bytearray(frame.payload)
+        world.note(self._end.tag, "a frame is corrupted, of block", block_index)
+        if block_index in self._corrupted:  # once is mended by the repeat
+            self._network.blame(self._end.tag, f"block {block_index} is corrupted twice", is_link=True)
+        self._corrupted.add(block_index)
+        payload = bytearray(contents)
         payload[world.below(len(payload))] ^= 1 << world.below(8)
-        return dataclasses.replace(frame, payload=bytes(payload))
+        return bytes(payload)

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 
 import pytest
 
 from decode_svc.admission import DecodeAdmission, Reservation
 from engine.block_manager import BlockManager
+from engine.core import EngineCore
+from engine.hold import Hold
+from engine.outputs import Output, SequenceRestored
+from engine.scheduler import ScheduledChunk
 from engine.sequence import Sequence
 from kvferry.errors import KvferryError
 from kvferry.sampling import Finish
@@ -142,11 +147,40 @@ class ShipsAfterEnd(PrefillCall):
         pass
 
 
+class ShipsWhatWasGivenUp(PrefillCall):
+    """A parked prompt is shipped as though its blocks were still there."""
+
+    def _secure(self, done: Callable[[], None]) -> None:
+        assert self._sequence is not None
+        self._block_ids = self._sequence.block_table
+        done()
+
+
+class KeepsOldTable(PrefillCall):
+    """A parked prompt that was computed again is shipped from the blocks it had before."""
+
+    def _open_shipment(self) -> None:
+        super()._open_shipment()
+        assert self._sequence is not None
+        self._block_ids = self._sequence.block_table
+
+    def _secure(self, done: Callable[[], None]) -> None:
+        block_ids = self._block_ids
+
+        def ship() -> None:
+            self._block_ids = block_ids
+            done()
+
+        super()._secure(ship)
+
+
 @pytest.mark.parametrize(
     ("parts", "num_seeds", "message"),
     [
         pytest.param(Parts(new_lifecycle=ForgetsLastToken), 50, "no fault had touched|right are", id="last token lost"),
-        pytest.param(Parts(new_lifecycle=LosesTokenBeforeLast), 100, "no fault had touched|right are", id="token lost"),
+        pytest.param(
+            Parts(new_lifecycle=LosesTokenBeforeLast), 100, "no fault had touched|right are|published", id="token lost"
+        ),
         pytest.param(Parts(new_lifecycle=TakesOldAttempts), 150, "no fault had touched|right are", id="old attempts"),
         pytest.param(Parts(new_lifecycle=IgnoresIndices), 100, "right are", id="indices ignored"),
         pytest.param(Parts(new_lifecycle=WaitsForEver), 50, "never ended", id="failure ignored"),
@@ -157,7 +191,11 @@ class ShipsAfterEnd(PrefillCall):
         pytest.param(
             Parts(new_decode_host=CountsOneBlockTooMany), 100, "contents are wrong", id="missing block cached"
         ),
-        pytest.param(Parts(new_prefill_call=ShipsAfterEnd), 50, "was freed|still holds", id="reads freed blocks"),
+        pytest.param(
+            Parts(new_prefill_call=ShipsAfterEnd), 50, "was freed|still holds|IndexError", id="reads freed blocks"
+        ),
+        pytest.param(Parts(new_prefill_call=ShipsWhatWasGivenUp), 50, "IndexError|was freed", id="ships parked blocks"),
+        pytest.param(Parts(new_prefill_call=KeepsOldTable), 50, "was freed", id="ships from an old table"),
     ],
 )
 def test_planted_part_is_found(parts: Parts, num_seeds: int, message: str) -> None:
@@ -191,6 +229,27 @@ def test_a_refusal_that_fails_the_request_is_found(monkeypatch: pytest.MonkeyPat
     """Found by the simulator: NOT_FOUND of a receiver that had lost the attempt reached the client."""
     monkeypatch.setattr(PrefillTask, "on_ship_failed", PrefillTask.on_failed)
     _assert_found(Parts(), 150, "an error that misleads its client")
+
+
+def test_parking_what_is_being_shipped_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def park(self: Hold) -> bool:
+        return not self.is_parked
+
+    monkeypatch.setattr(Hold, "park", park)
+    _assert_found(Parts(), 50, "IndexError|was freed")
+
+
+def test_shipping_a_parked_prompt_before_it_is_computed_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said to be restored when it has blocks again, in which there is something else yet."""
+    process = EngineCore._process
+
+    def process_early(self: EngineCore, chunk: ScheduledChunk, *args: object) -> list[Output]:
+        outputs = process(self, chunk, *args)  # type: ignore[arg-type]
+        is_recalled = chunk.sequence.hold.is_parked and not any(isinstance(one, SequenceRestored) for one in outputs)
+        return [*outputs, SequenceRestored(chunk.sequence.owner_id, 0)] if is_recalled else outputs
+
+    monkeypatch.setattr(EngineCore, "_process", process_early)
+    _assert_found(Parts(), 100, "contents are wrong|right are")
 
 
 def test_preempted_beams_that_share_too_much_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

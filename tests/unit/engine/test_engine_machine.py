@@ -1,7 +1,8 @@
 """Random operations on one engine, integrity checked after each, every token compared with the oracle as it comes.
 
 Requests of one and several choices and beam searches, computed here, shipped in and held for shipping out, resumed,
-stopped, cancelled; tenants with quotas, pins, flushes; preemption by want of room and at random, recompute and swap.
+stopped, cancelled; tenants with quotas, pins, flushes; preemption by want of room and at random, recompute and swap;
+held prompts parked and recalled.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from engine.outputs import (
     Output,
     SequenceFailed,
     SequencePreempted,
+    SequenceRestored,
     TokenSampled,
 )
 from engine.preemption import PreemptionMode, PreemptionPolicy
@@ -56,7 +58,8 @@ TENANTS = ("", "metered", "other")
 EVERYTHING = (
     "added", "offered", "resumed", "held", "cancelled", "stopped before the fork", "stopped after the fork",
     "committed", "withdrawn", "flushed", "pinned", "unpinned", "beams finished", "choices finished", "over quota",
-    "never fits", "preempted by recompute", "preempted by swap",
+    "never fits", "preempted by recompute", "preempted by swap", "secured", "recalled", "restored", "shipped out",
+    "cancelled while parked",
 )  # fmt: skip
 
 
@@ -71,6 +74,7 @@ class Attempt:
     beams: tuple[Hypothesis, ...] = ()
     open: set[int] = field(default_factory=set)  # choices that must still end
     is_shared: bool = False  # its blocks may be another tenant's
+    secured_blocks: list[int] | None = None  # its table since it is held and secured
 
 
 class EngineTrial:
@@ -232,6 +236,7 @@ class EngineTrial:
     def cancel(self, seq_id: str) -> None:
         """Twice: the second one does nothing."""
         self.granted.discard(seq_id)
+        self.met["cancelled while parked"] += self.attempts[seq_id].sequence.hold.is_parked
         del self.attempts[seq_id]
         for _ in range(2):
             self.admission.unregister(seq_id)
@@ -249,6 +254,40 @@ class EngineTrial:
         self.admission.stop_choice(seq_id, choice)
         if not attempt.open:
             self.cancel(seq_id)
+
+    # -- shipping out ---------------------------------------------------------------------------------------------
+
+    def secure(self, rng: random.Random) -> None:
+        """The grant for a prompt comes, computed or not; or it had come, and the shipment is over."""
+        started = [
+            one for one in self.attempts.values() if one.sequence.hold_after_prefill and one.sequence.was_started
+        ]
+        if started:
+            self._ship_out(rng.choice(started))
+
+    def _ship_out(self, attempt: Attempt) -> None:
+        sequence = attempt.sequence
+        if not sequence.hold.secure():
+            self.met["recalled"] += sequence.status is SequenceStatus.PARKED
+            self.core.recall(sequence)
+        elif attempt.secured_blocks is None:
+            self.met["secured"] += 1
+            self._note_secured(attempt)
+        else:
+            self._check_contents(sequence)
+            self.cancel(sequence.seq_id)
+            self.met["shipped out"] += 1
+
+    def _note_secured(self, attempt: Attempt) -> None:
+        if attempt.sequence.status is SequenceStatus.HELD:
+            attempt.secured_blocks = list(attempt.sequence.block_table)
+
+    def _check_contents(self, sequence: Sequence) -> None:
+        """What a shipment reads."""
+        size, contents = self.core.layout.block_bytes, slots_of(sequence.token_ids)
+        for index in range(self.core.layout.num_blocks_for(sequence.num_tokens)):
+            expected = contents[index * size : (index + 1) * size]
+            assert bytes(self.core.runner.block_view(sequence.block_table[index]))[: len(expected)] == expected
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -293,10 +332,14 @@ class EngineTrial:
                 assert [one.token_id for one in output.candidates] == [
                     one.token_id for one in first_tokens(attempt.prompt, attempt.sequence)
                 ]
+                assert attempt.open, "candidates were told twice"
                 attempt.open.clear()
             case SequencePreempted():
                 self.met["preempted by swap" if output.is_swapped else "preempted by recompute"] += 1
                 assert output.seq_id in self.attempts
+            case SequenceRestored():
+                self.met["restored"] += 1
+                self._note_secured(self.attempts[output.seq_id])
             case SequenceFailed():
                 raise AssertionError(output)
 
@@ -333,6 +376,11 @@ class EngineTrial:
             assert (sequence.status is SequenceStatus.RUNNING) == (id(sequence) in running), sequence.seq_id
             assert len({member.status for member in sequence.unit}) == 1
             assert sequence.owner_id in self.attempts, "a sequence outlives its attempt"
+            assert sequence.status is not SequenceStatus.PARKED or not sequence.block_table, sequence.seq_id
+        held = [sequence for sequence in sequences.values() if sequence.status is SequenceStatus.HELD]
+        assert sorted(map(id, held)) == sorted(map(id, scheduler.held))
+        for attempt in self.attempts.values():
+            assert attempt.secured_blocks in (None, attempt.sequence.block_table), "secured blocks were taken"
 
     def no_tenant_reads_anothers_blocks(self) -> None:
         for sequence in self.core.sequences.values():
@@ -359,8 +407,9 @@ class EngineTrial:
         self.pressure = 0.0
         rng = random.Random(1)
         for _ in range(MAX_STEPS_TO_DRAIN):
-            for seq_id in [name for name, one in self.attempts.items() if one.sequence.hold_after_prefill]:
-                self.cancel(seq_id)
+            for attempt in [one for one in self.attempts.values() if one.sequence.hold_after_prefill]:
+                if attempt.sequence.was_started:
+                    self._ship_out(attempt)
             while self.granted:
                 self.commit(rng)
             if not self.attempts:
@@ -400,8 +449,8 @@ def operation(trial: EngineTrial, rng: random.Random) -> None:
                 trial.offer(rng)
             else:
                 trial.add(rng, is_held=kind == 3)
-        elif held := [name for name, one in trial.attempts.items() if one.sequence.status is SequenceStatus.HELD]:
-            trial.cancel(rng.choice(held))
+        else:
+            trial.secure(rng)
     elif which < 0.36 and trial.granted:
         (trial.commit if rng.random() < 0.8 else trial.withdraw)(rng)
     elif which < 0.37 and trial.attempts:
@@ -412,6 +461,8 @@ def operation(trial: EngineTrial, rng: random.Random) -> None:
         (trial.pin if rng.random() < 0.4 else trial.unpin)(rng)
     elif which < 0.411:
         trial.flush(rng)
+    elif which < 0.43:
+        trial.secure(rng)
     else:
         trial.run_once()
 
@@ -470,6 +521,11 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(seed=integers(0, 1 << 30))
     def offer(self, seed: int) -> None:
         self.trial.offer(random.Random(seed))
+
+    @precondition(lambda self: self.trial.attempts)
+    @rule(seed=integers(0, 100))
+    def secure(self, seed: int) -> None:
+        self.trial.secure(random.Random(seed))
 
     @rule(number=integers(1, 5), pressure=sampled_from([0.0, 0.0, 0.2]))
     def step(self, number: int, pressure: float) -> None:

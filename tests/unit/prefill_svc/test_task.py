@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from engine.forward_batch import Candidate
-from engine.outputs import CandidatesFound, ChunkComputed, SequenceFailed, SequenceStarted, TokenSampled
+from engine.outputs import (
+    CandidatesFound,
+    ChunkComputed,
+    SequenceFailed,
+    SequenceRestored,
+    SequenceStarted,
+    TokenSampled,
+)
 from kvferry.errors import Internal, Unavailable
 from kvferry.sampling import Finish, FinishKind
 from kvtransfer.sender import ShipSummary
@@ -16,6 +23,7 @@ from prefill_svc.task import (
     ReportFirstToken,
     ReportPromptComputed,
     ShipFirstTokens,
+    ShipRestored,
     ShipTokens,
 )
 
@@ -79,6 +87,18 @@ def test_when_every_choice_ended_at_once_nothing_is_shipped() -> None:
     actions = task.on_output(TokenSampled("a", 0, 7, LENGTH, at_ns=1, choice=1))
     assert [type(action) for action in actions] == [ReportFirstToken, CancelShipment, ReportDone]
     assert task.is_over
+
+
+def test_a_parked_prompt_that_is_computed_again_is_only_shipped() -> None:
+    task = PrefillTask(has_target=True, received_ns=0)
+    task.on_output(SequenceStarted("a", 0, at_ns=0))
+    task.on_output(ChunkComputed("a", 8, 8, 0, 1))
+    task.on_output(TokenSampled("a", 0, 7, None, at_ns=1))
+    assert task.on_output(ChunkComputed("a", 4, 4, 5, 6)) == [ShipTokens(4)]
+    assert task.on_output(ChunkComputed("a", 4, 8, 6, 7)) == [ShipTokens(8)]
+    assert task.on_output(SequenceRestored("a", at_ns=7)) == [ShipRestored()]
+    task.on_shipped(ShipSummary())
+    assert task.on_output(SequenceRestored("a", at_ns=9)) == []
 
 
 def test_candidates_of_a_beam_search_are_shipped_and_only_figures_reported() -> None:
