@@ -1,8 +1,8 @@
 """`python -m bench`: runs the measurements that `docs/benchmarks.md` reports.
 
-python -m bench                 # all but the simulated ones, a few minutes
-python -m bench ship --json -   # one, as JSON on standard output
-python -m bench paper --help    # the PagedAttention paper's tables, simulated; options of their own
+python -m bench                   # all but the simulated ones, half an hour
+python -m bench serve --json -    # one, as JSON on standard output
+python -m bench transfer --help   # transfer, handoff, receive and paper have options of their own
 """
 
 from __future__ import annotations
@@ -12,25 +12,31 @@ import json
 import sys
 from pathlib import Path
 
-from bench import paper
+from bench import handoff, paper, receive, transfer
 from bench.environment import describe
 from bench.memory import run_memory
 from bench.serve import run_serve
-from bench.ship import run_ship
 
-BENCHES = {"ship": run_ship, "serve": run_serve, "memory": run_memory}
+BENCHES = {
+    "transfer": transfer.run_transfer,
+    "handoff": handoff.run_handoff,
+    "receive": receive.run_receive,
+    "serve": run_serve,
+    "memory": run_memory,
+}
+WITH_OPTIONS = {"transfer": transfer.main, "handoff": handoff.main, "receive": receive.main, "paper": paper.main}
 
 
 def main() -> None:
     """Entry point."""
-    if sys.argv[1:2] == ["paper"]:
-        sys.exit(paper.main(sys.argv[2:]))
+    if own_main := WITH_OPTIONS.get("".join(sys.argv[1:2])):
+        sys.exit(own_main(sys.argv[2:]))
     parser = argparse.ArgumentParser(
         prog="python -m bench",
-        description="Measure; `python -m bench paper --help` tells of the simulated tables, which take minutes more.",
+        description=f"Measure; {', '.join(WITH_OPTIONS)} have options of their own, see `python -m bench NAME --help`.",
         epilog="example: python -m bench serve --json out.json",
     )
-    parser.add_argument("bench", nargs="?", choices=BENCHES, help="which one; default: all of them")
+    parser.add_argument("bench", nargs="?", choices=[*BENCHES, "paper"], help="which one; default: all but paper")
     parser.add_argument("--json", metavar="FILE", help="write the figures there; - for standard output")
     options = parser.parse_args()
     names = [options.bench] if options.bench else list(BENCHES)

@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from bench.paging.measure import copy_rate, measure_steps
 from bench.paging.study import BLOCK_SIZES, POOL_SLOTS, TABLES, Lengths, Study, paper_workloads, tables
 from bench.paging.tables import Table
 from bench.paging.workload import resized
+from bench.report import Reporter
 from kvferry.errors import InvalidArgument, KvferryError
 from kvferry.lengths import read_lengths
 
@@ -53,16 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error.message}", file=sys.stderr)
         return 1
     return 0
-
-
-class Reporter:
-    """Progress on standard error, with the time since the start."""
-
-    def __init__(self) -> None:
-        self._start_s = time.monotonic()
-
-    def __call__(self, text: str) -> None:
-        print(f"[{time.monotonic() - self._start_s:5.0f} s] {text}", file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
