@@ -10,6 +10,7 @@ own file, which nobody else may read (`write_private`); workers get a configurat
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import tomllib
@@ -26,6 +27,8 @@ from pydantic import (
     Field,
     SecretStr,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
@@ -56,6 +59,16 @@ _Section = TypeVar("_Section", bound=BaseModel)
 def _split_commas(value: object) -> object:
     """Lists may be written `a,b` where the source is a string (environment, flags)."""
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _tables_from_text(value: object) -> object:
+    """Lists of tables may be written as JSON where the source is a string (flags; the environment always is)."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"as text it must be a list of tables in JSON: {error}") from error
 
 
 def _listen_address(value: str) -> str:
@@ -222,10 +235,81 @@ class TransferConfig(_Frozen):
     """Silence after which a peer counts as dead; heartbeats come three times as often."""
     max_frame_bytes: int = Field(default=1 << 20, ge=4096, le=16 << 20)
     """Largest block frame; larger ones block the event loop while they are serialised."""
+    transport: Literal["auto", "shm", "grpc"] = "auto"
+    """How payloads travel between two workers. shm: through shared memory, both on one machine; grpc: inside messages;
+    auto: shm where it can be used, else grpc."""
+    max_inflight_bytes_per_peer: int = Field(default=16 << 20, ge=1 << 20, le=1 << 30)
+    """Payload on its way from one prefill worker to one decode worker; also the size of their shared memory."""
+    max_inflight_bytes: int = Field(default=64 << 20, ge=1 << 20)
+    """Payload on its way from one prefill worker to all decode workers."""
+    max_staging_bytes: int = Field(default=256 << 20, ge=0)
+    """Shared memory of one decode worker for all its prefill workers; those that come when it is used up use grpc."""
 
     @property
     def heartbeat_interval_s(self) -> float:
         return self.progress_timeout_s / 3
+
+
+class ShippingFaultConfig(_Frozen):
+    """What becomes of some blocks on their way; a test compares the kinds with `kvtransfer.faults.FaultKind`."""
+
+    kind: Literal["corrupt", "drop", "delay", "duplicate", "stall"]
+    """corrupt: a byte is flipped; drop: the block is not sent; delay: it leaves `delay_s` later; duplicate: it is sent
+    twice; stall: nothing more is sent in its place, not even heartbeats, and the stream stays open."""
+    block_index: int | None = Field(default=None, ge=0)
+    """Which block of the prompt, from 0; every one when unset."""
+    nth: int | None = Field(default=None, ge=1)
+    """Which sending of the block within a shipment, 2 being its repeat; every one when unset."""
+    attempt: int | None = Field(default=None, ge=1)
+    """Which attempt of a request, 1 being the first; every one when unset."""
+    delay_s: float | None = Field(default=None, gt=0.0, le=3600.0, validate_default=True)
+    """How late the block leaves; for kind delay, which needs it, and no other."""
+
+    @field_validator("delay_s")
+    @classmethod
+    def _is_for_delays(cls, delay_s: float | None, info: ValidationInfo) -> float | None:
+        kind = info.data.get("kind")  # absent when it is itself wrong
+        if kind == "delay" and delay_s is None:
+            raise ValueError("must be set for kind delay")
+        if kind not in (None, "delay") and delay_s is not None:
+            raise ValueError(f"is for kind delay; kind is {kind}")
+        return delay_s
+
+    def __str__(self) -> str:
+        block = "every block" if self.block_index is None else f"block {self.block_index}"
+        parts = [self.kind if self.delay_s is None else f"delay by {self.delay_s:g} s", block]
+        parts += [] if self.nth is None else [f"sending {self.nth}"]
+        parts += [] if self.attempt is None else [f"attempt {self.attempt}"]
+        return ", ".join(parts)
+
+
+ShippingFaults = Annotated[tuple[ShippingFaultConfig, ...], BeforeValidator(_tables_from_text)]
+
+
+class FaultsConfig(_Frozen):
+    """Failures that workers commit on purpose, to rehearse them; any is refused unless `allow_faults` is true."""
+
+    allow_faults: bool = False
+    """Whether faults may be set; true only where failures are rehearsed, for they fail requests of clients."""
+    kill_prefill_at_step: int | None = Field(default=None, ge=1)
+    """Each prefill worker ends by SIGKILL before this step of its engine, counted from 1; anew after a restart."""
+    kill_decode_at_step: int | None = Field(default=None, ge=1)
+    """Each decode worker ends by SIGKILL before this step of its engine, counted from 1; anew after a restart."""
+    shipping: ShippingFaults = ()
+    """Faults of every prefill worker's shipments, one [[faults.shipping]] table each."""
+
+    @field_validator("kill_prefill_at_step", "kill_decode_at_step", "shipping")
+    @classmethod
+    def _is_allowed(cls, value: object, info: ValidationInfo) -> object:
+        if value and info.data.get("allow_faults") is False:
+            raise ValueError("is a fault committed on purpose; refused unless faults.allow_faults = true is set too")
+        return value
+
+    def of_role(self, role: str) -> list[str]:
+        """Those that a worker of this role commits, in words."""
+        step = {"prefill": self.kill_prefill_at_step, "decode": self.kill_decode_at_step}[role]
+        kills = [] if step is None else [f"kill before step {step}"]
+        return kills + [str(fault) for fault in self.shipping] if role == "prefill" else kills
 
 
 class TierConfig(_Frozen):
@@ -309,7 +393,15 @@ EXAMPLE_TENANT: Mapping[str, object] = MappingProxyType(
     }
 )
 
-_TABLES_OF_LISTS: Mapping[str, type[BaseModel]] = {"tiers": TierConfig, "tenants": TenantConfig}
+EXAMPLE_SHIPPING_FAULT: Mapping[str, object] = MappingProxyType(
+    {"kind": "delay", "block_index": 2, "nth": 1, "attempt": 1, "delay_s": 0.5}
+)
+
+_TABLES_OF_LISTS: Mapping[str, type[BaseModel]] = {
+    "tiers": TierConfig,
+    "tenants": TenantConfig,
+    "faults.shipping": ShippingFaultConfig,
+}
 
 DEFAULT_TIERS = (
     TierConfig(name="interactive", rank=0),
@@ -340,6 +432,7 @@ class Config(BaseSettings):
     telemetry: TelemetryConfig = TelemetryConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
     shutdown: ShutdownConfig = ShutdownConfig()
+    faults: FaultsConfig = FaultsConfig()
 
     @classmethod
     def settings_customise_sources(
@@ -444,8 +537,8 @@ def child_environment(num_threads: int) -> dict[str, str]:
 def to_toml(config: Config, *, show_keys: bool = False) -> str:
     """The effective values as TOML; `load_config` of it gives an equal Config, but for API keys that are hidden.
 
-    Above each key stands what it means. Unset values, and hidden ones, are comments; so is an example of a tenant where
-    there is none.
+    Above each key stands what it means. Unset values, and hidden ones, are comments; so are examples of a tenant and of
+    a fault where there is none.
     """
     values = config.model_dump(mode="json")
     for tenant, written in zip(config.tenants, values["tenants"], strict=True):
@@ -454,6 +547,7 @@ def to_toml(config: Config, *, show_keys: bool = False) -> str:
     if config.client.api_key is not None:
         values["client"]["api_key"] = config.client.api_key.get_secret_value() if show_keys else Hidden(1)
     values["tenants"] = values["tenants"] or Example(EXAMPLE_TENANT)
+    values["faults"]["shipping"] = values["faults"]["shipping"] or Example(EXAMPLE_SHIPPING_FAULT)
     return toml_document(values, _key_docs())
 
 
@@ -524,7 +618,17 @@ def _key_docs() -> dict[str, str]:
         inner = _TABLES_OF_LISTS.get(section) or field.annotation
         assert isinstance(inner, type) and issubclass(inner, BaseModel)
         docs[section] = inner.__doc__ or ""
-        docs |= {f"{section}.{key}": inner_field.description or "" for key, inner_field in inner.model_fields.items()}
+        docs |= _docs_below(section, inner)
+    return docs
+
+
+def _docs_below(section: str, model: type[BaseModel]) -> dict[str, str]:
+    docs: dict[str, str] = {}
+    for key, field in model.model_fields.items():
+        name = f"{section}.{key}"
+        docs[name] = field.description or ""
+        if name in _TABLES_OF_LISTS:
+            docs |= _docs_below(name, _TABLES_OF_LISTS[name])
     return docs
 
 

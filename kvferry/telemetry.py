@@ -58,6 +58,7 @@ class SpanNames:
     PREFILL_CHUNK = "kvferry.prefill.chunk"
     GRANT = "kvferry.grant"
     SHIP = "kvferry.ship"
+    RESTORE = "kvferry.restore"
     COMMIT = "kvferry.commit"
     DECODE = "kvferry.decode"
 
@@ -95,6 +96,8 @@ class Attributes:
     NUM_BYTES = "kvferry.num_bytes"
     NUM_NACKS = "kvferry.num_nacks"
     NUM_PREEMPTIONS = "kvferry.num_preemptions"
+    BLOCK_INDEX = "kvferry.block_index"
+    FAULT_KIND = "kvferry.fault.kind"
     TIME_TO_FIRST_TOKEN_S = "kvferry.time_to_first_token_s"
 
 

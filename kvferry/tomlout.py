@@ -25,28 +25,38 @@ class Example:
 def toml_document(values: Mapping[str, Any], docs: Mapping[str, str] | None = None) -> str:
     """`values` as TOML: tables, lists of tables, strings, numbers, booleans, lists of these; None becomes a comment.
 
-    `docs` maps `table` and `table.key` to the comment above it; of a list of tables the first gets them.
+    A table may hold lists of tables. `docs` maps `table` and `table.key` to the comment above it; of a list of tables
+    the first gets them.
     """
     docs = docs or {}
-    plain = {key: value for key, value in values.items() if not _is_section(value)}
+    plain = _without_sections(values)
     parts = [_lines(plain, docs)] if plain else []
     for key, value in values.items():
-        if _is_table(value):
-            parts.append(f"{_comment(docs, key)}[{key}]\n{_lines(value, docs, key)}")
-        elif _is_table_list(value):
-            parts.append(f"{_comment(docs, key)}[[{key}]]\n{_lines(value[0], docs, key)}")
-            parts.extend(f"[[{key}]]\n{_lines(item)}" for item in value[1:])
-        elif isinstance(value, Example):
-            parts.append(f"{_comment(docs, key)}# There is none. An example:\n{_example(key, value, docs)}")
+        parts += _section(key, value, docs)
     return "\n".join(parts)
 
 
+def _section(name: str, value: object, docs: Mapping[str, str]) -> list[str]:
+    """What has a heading of its own, each part under one; nothing for a plain value."""
+    if isinstance(value, Example):
+        return [f"{_comment(docs, name)}# There is none. An example:\n{_example(name, value, docs)}"]
+    if isinstance(value, Mapping):
+        parts = [f"{_comment(docs, name)}[{name}]\n{_lines(_without_sections(value), docs, name)}"]
+        for key, below in value.items():
+            parts += _section(f"{name}.{key}", below, docs)
+        return parts
+    if isinstance(value, list) and _is_section(value):
+        further = [f"[[{name}]]\n{_lines(item)}" for item in value[1:]]
+        return [f"{_comment(docs, name)}[[{name}]]\n{_lines(value[0], docs, name)}", *further]
+    return []
+
+
+def _without_sections(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if not _is_section(value)}
+
+
 def _is_section(value: object) -> bool:
-    return _is_table(value) or _is_table_list(value) or isinstance(value, Example)
-
-
-def _is_table(value: object) -> bool:
-    return isinstance(value, Mapping)
+    return isinstance(value, Mapping | Example) or _is_table_list(value)
 
 
 def _is_table_list(value: object) -> bool:

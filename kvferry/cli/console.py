@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.table import Table
@@ -54,7 +55,14 @@ class Progress:
         self._for_people = for_people
 
     def __call__(self, text: str, event: str, **fields: object) -> None:
+        self._say(logging.INFO, text, event, fields)
+
+    def warn(self, text: str, event: str, **fields: object) -> None:
+        """What nobody should overlook."""
+        self._say(logging.WARNING, f"warning: {text}", event, fields)
+
+    def _say(self, level: int, text: str, event: str, fields: Mapping[str, object]) -> None:
         if self._for_people:
             note(text)
         else:
-            log_event(logger, event, level=logging.INFO, **fields)
+            log_event(logger, event, level=level, **fields)

@@ -12,8 +12,9 @@ from kvferry.cli.console import Progress, note, write, write_json, write_table
 from kvferry.cli.generate import stream_answer
 from kvferry.cli.options import ConfigOption, DtypeOption, ModelOption, SetOption, configuration
 from kvferry.client import ChatMessage, Client, Completion, GenerateOptions
-from kvferry.cluster import Endpoints, LocalCluster
+from kvferry.cluster import MODULES, Endpoints, LocalCluster
 from kvferry.config import Config
+from kvferry.errors import InvalidArgument
 from kvferry.model_store import ModelStore
 from kvferry.process import StopSignals
 from kvferry.supervisor import Report
@@ -60,9 +61,20 @@ def up(
         store = ModelStore(effective.model.cache_path)
         path = store.prepare(effective.model.name, lambda text: report(text, "preparing_model", step=text))
         effective = effective.replace("model", path=str(path))
+    _warn_of_faults(effective, report, num_prefill=prefill)
     cluster = LocalCluster(effective, num_prefill=prefill, num_decode=decode, relay=note, report=report)
     # asyncio's own loop: it starts children without running any code of ours between fork and exec.
     asyncio.run(_serve(cluster, effective, report, ready_json=ready_json, demo=demo or once, once=once))
+
+
+def _warn_of_faults(config: Config, report: Progress, *, num_prefill: int) -> None:
+    """Says which faults workers will commit; raises InvalidArgument for those that nobody would."""
+    faults = {role: config.faults.of_role(role) for role in MODULES}
+    if faults["prefill"] and not num_prefill:
+        raise InvalidArgument("faults", f"{'; '.join(faults['prefill'])}: needs a prefill worker, and there is none")
+    for role, of_role in faults.items():
+        if of_role:
+            report.warn(f"{role} workers fail on purpose: {'; '.join(of_role)}", "faults_on", role=role, faults=of_role)
 
 
 def _logging_settings(*, is_demo: bool) -> list[str]:

@@ -93,9 +93,8 @@ def late_prefill(
     model: Model, block_index: int, delay_s: float, **engine: int
 ) -> AbstractAsyncContextManager[WorkerProcess]:
     """A prefill process whose shipments send one block late."""
-    return worker_process(
-        model.folder, model.config(**engine), "tests.support.faulty_prefill", str(block_index), str(delay_s)
-    )
+    faults = {"allow_faults": True, "shipping": [{"kind": "delay", "block_index": block_index, "delay_s": delay_s}]}
+    return worker_process(model.folder, model.config(**engine).replace("faults", **faults), "prefill_svc")
 
 
 # -- stopped ----------------------------------------------------------------------------------------------------------

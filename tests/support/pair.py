@@ -107,10 +107,19 @@ class Pair:
 
 @asynccontextmanager
 async def scripted_pair(
-    folder: Path, *, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, **script: Any
+    folder: Path,
+    *,
+    prefill: dict[str, Any] | None = None,
+    decode: dict[str, Any] | None = None,
+    prefill_transfer: dict[str, Any] | None = None,
+    decode_transfer: dict[str, Any] | None = None,
+    **script: Any,
 ) -> AsyncIterator[Pair]:
-    """A pair whose engines are configured by `prefill` and `decode`; a prompt is computed in chunks of one block."""
+    """A pair whose engines are configured by `prefill` and `decode`, and how they ship by `prefill_transfer` and
+    `decode_transfer`; a prompt is computed in chunks of one block."""
     scripted_folder(folder, **script)
     prefill_config = scripted_config(folder, **{"max_chunk_tokens": 4, **(prefill or {})})
-    async with running_pair(prefill_config, scripted_config(folder, **(decode or {}))) as (sender, receiver, _):
+    prefill_config = prefill_config.replace("transfer", **(prefill_transfer or {}))
+    decode_config = scripted_config(folder, **(decode or {})).replace("transfer", **(decode_transfer or {}))
+    async with running_pair(prefill_config, decode_config) as (sender, receiver, _):
         yield Pair(sender, receiver, ScriptConfig(**script))

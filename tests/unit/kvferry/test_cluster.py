@@ -104,6 +104,40 @@ async def test_demonstration_streams_and_shows_where_the_time_went(folder: Path)
         assert words in stdout
 
 
+FAULTS = ("--set", "faults.allow_faults=true", "--set", "faults.kill_decode_at_step=3")
+
+
+async def test_faults_committed_on_purpose_are_an_event_before_anything_starts(folder: Path) -> None:
+    process = await _up(folder, "--prefill", "0", "--ready-json", *FAULTS, *_ports())
+    assert process.stdout is not None
+    assert await process.stdout.readline()  # the workers took their part of the configuration
+    process.send_signal(signal.SIGTERM)
+    _, stderr = await process.communicate()
+    warning, *events = map(json.loads, stderr.splitlines())
+    assert (warning["event"], warning["level"], warning["role"]) == ("faults_on", "warning", "decode")
+    assert warning["faults"] == ["kill before step 3"]
+    assert [event["event"] for event in events].count("faults_on") == 0, "prefill workers commit none"
+
+
+async def test_faults_committed_on_purpose_are_a_warning_to_people(folder: Path) -> None:
+    shipping = 'faults.shipping=[{"kind": "drop", "block_index": 1}]'
+    process = await _up(folder, "--demo", "--once", *FAULTS, "--set", shipping, *_ports())
+    _, stderr = await process.communicate()
+    assert process.returncode == 0, stderr
+    assert stderr.decode().splitlines()[:2] == [
+        "warning: prefill workers fail on purpose: drop, block 1",
+        "warning: decode workers fail on purpose: kill before step 3",
+    ]
+
+
+async def test_faults_that_no_worker_would_commit_are_refused(folder: Path) -> None:
+    shipping = ("--set", "faults.allow_faults=true", "--set", 'faults.shipping=[{"kind": "drop"}]')
+    process = await _up(folder, "--prefill", "0", *shipping, *_ports())
+    _, stderr = await process.communicate()
+    assert process.returncode == 1
+    assert stderr.decode() == "error: faults: drop, every block: needs a prefill worker, and there is none\n"
+
+
 async def test_worker_that_fails_is_one_clear_line(folder: Path) -> None:
     process = await _up(folder, *_ports(), FAKE_FAILURE="decode_svc")
     _, stderr = await process.communicate()

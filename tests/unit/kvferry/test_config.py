@@ -7,12 +7,16 @@ import os
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
+from kvferry.cli.options import configuration
 from kvferry.config import (
     MAX_DEFAULT_BLOCKS,
     Config,
     EngineConfig,
+    FaultsConfig,
     ModelConfig,
+    ShippingFaultConfig,
     TenantConfig,
     child_environment,
     load_config,
@@ -260,18 +264,23 @@ def test_workers_get_the_tenants_without_their_keys(with_tenants: Config) -> Non
 
 
 def test_without_tenants_a_commented_table_explains_every_key(tmp_path: Path, with_tenants: Config) -> None:
-    lines = to_toml(Config()).splitlines()
-    begin = lines.index("# [[tenants]]")
-    table = lines[begin : lines.index("", begin)]
-    assert all(line.startswith("# ") for line in table)
     file = tmp_path / "uncommented.toml"
-    file.write_text("\n".join(line.removeprefix("# ") for line in table))
+    file.write_text(explained_example("tenants", TenantConfig))
     (tenant,) = load_config(file).tenants
     assert tenant.model_fields_set == TenantConfig.model_fields.keys()
-    for key, field in TenantConfig.model_fields.items():
+    assert "# [[tenants]]" not in to_toml(with_tenants)
+
+
+def explained_example(name: str, model: type[BaseModel]) -> str:
+    """The example that stands in for tables there are none of; its keys are explained above them."""
+    lines = [*to_toml(Config()).splitlines(), ""]
+    begin = lines.index(f"# [[{name}]]")
+    table = lines[begin : lines.index("", begin)]
+    assert all(line.startswith("# ") for line in table)
+    for key, field in model.model_fields.items():
         place = next(place for place, line in enumerate(table) if line.startswith(f"# {key} = "))
         assert table[place - 1] == f"# # {' '.join((field.description or 'nothing').split())}"
-    assert "# [[tenants]]" not in to_toml(with_tenants)
+    return "\n".join(line.removeprefix("# ") for line in table)
 
 
 @pytest.mark.parametrize(
@@ -319,3 +328,116 @@ def test_the_host_pool_is_bounded_in_blocks() -> None:
     assert engine.swap_blocks(1 << 16) == 16
     assert EngineConfig().swap_blocks(8) == MAX_DEFAULT_BLOCKS
     assert EngineConfig(swap_memory_bytes=0).swap_blocks(1 << 16) == 0
+
+
+# -- faults committed on purpose --------------------------------------------------------------------------------------
+
+FAULTS = """
+[faults]
+allow_faults = true
+kill_decode_at_step = 40
+
+[[faults.shipping]]
+kind = "corrupt"
+block_index = 2
+nth = 1
+
+[[faults.shipping]]
+kind = "delay"
+delay_s = 0.5
+
+[[faults.shipping]]
+kind = "stall"
+attempt = 1
+"""
+
+
+def test_faults_are_read_and_survive_a_child_processes_file(tmp_path: Path) -> None:
+    file, child = tmp_path / "faults.toml", tmp_path / "child.toml"
+    file.write_text(FAULTS)
+    config = load_config(file)
+    assert config.faults == FaultsConfig(
+        allow_faults=True,
+        kill_decode_at_step=40,
+        shipping=(
+            ShippingFaultConfig(kind="corrupt", block_index=2, nth=1),
+            ShippingFaultConfig(kind="delay", delay_s=0.5),
+            ShippingFaultConfig(kind="stall", attempt=1),
+        ),
+    )
+    child.write_text(to_toml(config))
+    assert load_config(child) == config
+    assert config.faults.of_role("decode") == ["kill before step 40"]
+    assert config.faults.of_role("prefill") == [
+        "corrupt, block 2, sending 1",
+        "delay by 0.5 s, every block",
+        "stall, every block, attempt 1",
+    ]
+
+
+def test_without_faults_there_are_none_and_a_commented_table_explains_every_key(tmp_path: Path) -> None:
+    assert not any(Config().faults.of_role(role) for role in ("prefill", "decode"))
+    file = tmp_path / "uncommented.toml"
+    file.write_text("faults.allow_faults = true\n" + explained_example("faults.shipping", ShippingFaultConfig))
+    (fault,) = load_config(file).faults.shipping
+    assert fault.model_fields_set == ShippingFaultConfig.model_fields.keys()
+
+
+def test_faults_come_from_flags_and_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = '[{"kind": "drop", "block_index": 1}]'
+    dropped = FaultsConfig(allow_faults=True, shipping=(ShippingFaultConfig(kind="drop", block_index=1),))
+    assert configuration(None, ["faults.allow_faults=true", f"faults.shipping={tables}"]).faults == dropped
+    monkeypatch.setenv("KVFERRY_FAULTS__ALLOW_FAULTS", "true")
+    monkeypatch.setenv("KVFERRY_FAULTS__SHIPPING", tables)
+    assert load_config().faults == dropped
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kill_prefill_at_step", "3"),
+        ("kill_decode_at_step", "1"),
+        ("shipping", '[{ kind = "drop" }]'),
+    ],
+)
+@pytest.mark.parametrize("allowed", ["", "allow_faults = false\n"])
+def test_faults_are_refused_unless_they_are_allowed(tmp_path: Path, field: str, value: str, allowed: str) -> None:
+    file = tmp_path / "faults.toml"
+    file.write_text(f"[faults]\n{field} = {value}\n{allowed}")
+    with pytest.raises(InvalidArgument, match=r"refused unless faults\.allow_faults = true") as caught:
+        load_config(file)
+    assert caught.value.field == f"faults.{field}"
+
+
+@pytest.mark.parametrize(
+    ("table", "field", "words"),
+    [
+        ('{ kind = "burn" }', "shipping.0.kind", "got 'burn'"),
+        ("{ block_index = 1 }", "shipping.0.kind", "required"),
+        ('{ kind = "drop", block_index = -1 }', "shipping.0.block_index", "greater than or equal to 0, got -1"),
+        ('{ kind = "drop", nth = 0 }', "shipping.0.nth", "greater than or equal to 1, got 0"),
+        ('{ kind = "drop", attempt = 0 }', "shipping.0.attempt", "greater than or equal to 1, got 0"),
+        ('{ kind = "drop", block = 1 }', "shipping.0.block", "nearest known one is faults.shipping.block_index"),
+        ('{ kind = "delay" }', "shipping.0.delay_s", "must be set for kind delay"),
+        ('{ kind = "delay", delay_s = 0 }', "shipping.0.delay_s", "greater than 0, got 0"),
+        *(
+            (f'{{ kind = "{kind}", delay_s = 0.5 }}', "shipping.0.delay_s", f"is for kind delay; kind is {kind}")
+            for kind in ("corrupt", "drop", "duplicate", "stall")
+        ),
+        ('"corrupt"', "shipping", "as text it must be a list of tables in JSON"),
+    ],
+)
+def test_faults_that_make_no_sense_are_refused_by_name(tmp_path: Path, table: str, field: str, words: str) -> None:
+    file = tmp_path / "faults.toml"
+    shipping = table if table.startswith('"') else f"[{table}]"
+    file.write_text(f"[faults]\nallow_faults = true\nshipping = {shipping}\n")
+    with pytest.raises(InvalidArgument) as caught:
+        load_config(file)
+    assert caught.value.field == f"faults.{field}"
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize("key", ["kill_prefill_at_step", "kill_decode_at_step"])
+def test_steps_are_counted_from_one(key: str) -> None:
+    with pytest.raises(InvalidArgument, match=rf"faults\.{key}.*greater than or equal to 1, got 0"):
+        Config().replace("faults", **{"allow_faults": True, key: 0})

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.kv_layout import KvLayout, num_beam_blocks
+from kvferry.kv_layout import KV_WIRE_VERSION, KvLayout, num_beam_blocks
 
 LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="bfloat16", model_fingerprint="m")
 
@@ -21,6 +21,20 @@ def test_differences_name_both_values() -> None:
     other = replace(LAYOUT, block_size=8, dtype="float32")
     assert LAYOUT.differences(other) == ("block_size: 4 here, 8 there", "dtype: bfloat16 here, float32 there")
     assert LAYOUT.differences(LAYOUT) == ()
+
+
+@pytest.mark.parametrize(("distance", "differs"), [(-2, True), (-1, False), (0, False), (1, False), (2, True)])
+def test_wire_versions_may_be_one_apart(distance: int, differs: bool) -> None:
+    other = replace(LAYOUT, wire_version=KV_WIRE_VERSION + distance)
+    both = f"wire_version: {KV_WIRE_VERSION} here, {KV_WIRE_VERSION + distance} there"
+    assert LAYOUT.differences(other) == ((both,) if differs else ())
+
+
+def test_ropes_differ_only_where_both_are_told() -> None:
+    told, other, none = (replace(LAYOUT, rope_digest=digest) for digest in ("a", "b", "none"))
+    assert told.differences(other) == ("rope_digest: a here, b there",)
+    assert none.differences(told) == ("rope_digest: none here, a there",)
+    assert told.differences(LAYOUT) == LAYOUT.differences(told) == told.differences(told) == ()
 
 
 @pytest.mark.parametrize(
