@@ -13,9 +13,9 @@ from hypothesis import settings
 from kvferry.config import load_config
 from kvferry.model_store import ModelStore
 
-settings.register_profile("suite", derandomize=True)
+settings.register_profile("suite", derandomize=True, deadline=None)
 """The suite looks at the same examples every time: what a new one finds is for whoever runs the sweep, not for CI."""
-settings.register_profile("sweep", print_blob=True)
+settings.register_profile("sweep", print_blob=True, deadline=None)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -18,7 +18,7 @@ from kvferry.telemetry import Telemetry, start_telemetry
 from kvferry.worker_process import RunningWorker
 from router.app import RouterApp
 from tests.support.tokenizers import write_chatml_folder
-from tests.support.workers import assert_idle, running_worker
+from tests.support.workers import DEFAULTS, assert_idle, running_worker
 
 LOOPBACK = "127.0.0.1:0"
 
@@ -54,7 +54,7 @@ def deployment_config(folder: Path, *, dtype: str = "float32", timeout_s: float 
     return Config(
         model=ModelConfig(name=folder.name, path=str(folder), dtype=dtype),  # type: ignore[arg-type]
         engine=EngineConfig(**values),
-        transfer=TransferConfig(progress_timeout_s=timeout_s),
+        transfer=TransferConfig(progress_timeout_s=timeout_s, transport=DEFAULTS.transport),
         router=RouterConfig(grpc_listen=LOOPBACK, http_listen=LOOPBACK),
     )
 

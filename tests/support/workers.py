@@ -11,14 +11,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from opentelemetry.sdk.trace.export import SpanExporter
 
 from decode_svc.role import DecodeRole
 from engine.core import EngineCore
 from engine.scripted import SCRIPT_FILE
-from kvferry.config import Config, EngineConfig, ModelConfig
+from kvferry.config import Config, EngineConfig, ModelConfig, TransferConfig
 from kvferry.rpc import RpcChannel
 from kvferry.sampling import SamplingParams
 from kvferry.spec import AttemptId, SequenceSpec
@@ -28,6 +28,16 @@ from kvferry.worker_process import OpenRole, RunningWorker, start_worker
 from kvtransfer.faults import NO_FAULTS, Fault, Faults
 from prefill_svc.role import PrefillRole
 from proto.kvferry.v1 import worker_pb2, worker_pb2_grpc
+
+
+@dataclass(slots=True)
+class Defaults:
+    """What configurations made here have where a test says nothing; see tests/integration/conftest.py."""
+
+    transport: Literal["auto", "shm", "grpc"] = "auto"
+
+
+DEFAULTS = Defaults()
 
 
 def open_role(role: str, faults: Faults = NO_FAULTS) -> OpenRole:
@@ -45,7 +55,11 @@ def scripted_folder(folder: Path, **script: object) -> Path:
 def scripted_config(folder: Path, **engine: Any) -> Config:
     """Configuration of workers over a scripted folder; small blocks and a small pool unless `engine` says otherwise."""
     values = {"block_size": 4, "num_blocks": 64, **engine}
-    return Config(model=ModelConfig(name="scripted", path=str(folder), dtype="float32"), engine=EngineConfig(**values))
+    return Config(
+        model=ModelConfig(name="scripted", path=str(folder), dtype="float32"),
+        engine=EngineConfig(**values),
+        transfer=TransferConfig(transport=DEFAULTS.transport),
+    )
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ import grpc.aio
 import pytest
 
 from kvferry.errors import FailedPrecondition, InvalidArgument, KvferryError, Unavailable
+from kvferry.kv_layout import KV_WIRE_VERSION
 from kvtransfer.codec import sender_message_to_bytes
 from kvtransfer.grpc_transport import SHIP_SERVICE, GrpcShipment
 from kvtransfer.messages import BlockFrame, Commit, Offer, Region, SenderMessage, StagedFrames
@@ -131,6 +132,39 @@ async def test_stream_without_an_offer_is_given_up(kind: str) -> None:
     async with joined(kind, lambda offer: MemoryHost(), options=ReceiveOptions(offer_timeout_s=SHORT_S)) as pair:
         with pytest.raises(Unavailable):
             await hear_the_end(pair)
+
+
+# -- other versions ---------------------------------------------------------------------------------------------------
+
+
+def of_version(version: int) -> Offer:
+    return dataclasses.replace(make_offer(), layout=dataclasses.replace(LAYOUT, wire_version=version))
+
+
+def as_the_library_writes(frame: BlockFrame) -> bytes:
+    """Fields in the order of their numbers, the payload in the middle: so a sender of version 1 does it."""
+    return ship_pb2.ShipRequest.FromString(sender_message_to_bytes(frame)).SerializeToString()
+
+
+@pytest.mark.parametrize("version", [KV_WIRE_VERSION - 1, KV_WIRE_VERSION, KV_WIRE_VERSION + 1])
+async def test_senders_of_neighbouring_versions_are_served(kind: str, version: int) -> None:
+    host = MemoryHost()
+    frames = [*frames_of(0, max_frame_bytes=50), *frames_of(1), *frames_of(2, 2)]
+    blocks = [as_the_library_writes(frame) for frame in frames]
+    assert blocks[0] != sender_message_to_bytes(frames[0])
+    async with (
+        joined(kind, lambda offer: host) as pair,
+        speaking(pair, of_version(version), *blocks, Commit(ATTEMPT, (5,))) as call,
+    ):
+        assert (await within(call.read())).HasField("commit_ack")
+    assert host.is_complete
+
+
+@pytest.mark.parametrize("version", [KV_WIRE_VERSION - 2, KV_WIRE_VERSION + 2])
+async def test_senders_two_versions_apart_are_refused_with_both_named(kind: str, version: int) -> None:
+    async with joined(kind, lambda offer: MemoryHost()) as pair:
+        with pytest.raises(FailedPrecondition, match=f"wire_version: {KV_WIRE_VERSION} here, {version} there"):
+            await hear_the_end(pair, of_version(version))
 
 
 # -- staged payloads --------------------------------------------------------------------------------------------------
