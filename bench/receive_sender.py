@@ -21,8 +21,8 @@ from bench.transfer import opened_transports
 from bench.transfer_receiver import BlockPool
 from kvferry.block_hash import hash_blocks, hash_root
 from kvferry.errors import Cancelled
+from kvferry.host_memory import keep_message_buffers
 from kvferry.kv_layout import KvLayout
-from kvferry.malloc import keep_message_buffers
 from kvferry.rpc import HeartbeatWriter, RpcChannel, run
 from kvferry.sampling import SamplingParams
 from kvferry.spec import AttemptId, SequenceSpec

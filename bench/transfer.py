@@ -38,8 +38,8 @@ from bench.transfer_receiver import BARE_SERVICE, DROP, EPOCH, LAYOUTS, POOL, Bl
 from kvferry.block_digest import block_digest
 from kvferry.config import TransferConfig
 from kvferry.errors import InvalidArgument, KvferryError
+from kvferry.host_memory import keep_message_buffers
 from kvferry.kv_layout import KvLayout
-from kvferry.malloc import keep_message_buffers
 from kvferry.rpc import RpcChannel, run
 from kvferry.rpc.options import DEFAULT_MAX_MESSAGE_BYTES, channel_options
 from kvferry.spec import AttemptId

@@ -18,8 +18,8 @@ import numpy as np
 
 from kvferry.block_digest import block_digest
 from kvferry.config import TransferConfig
+from kvferry.host_memory import keep_message_buffers
 from kvferry.kv_layout import KvLayout
-from kvferry.malloc import keep_message_buffers
 from kvferry.rpc import RpcServer, run
 from kvferry.rpc.options import DEFAULT_MAX_MESSAGE_BYTES, server_options
 from kvtransfer.frames import MAX_FRAME_BYTES

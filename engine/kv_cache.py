@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kvferry.errors import FailedPrecondition
+from kvferry.host_memory import populate
 from kvferry.kv_layout import KvLayout
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -36,6 +37,10 @@ class PagedKvCache:
         assert 0 <= block_id < self.num_blocks
         start = block_id * self.layout.block_bytes
         return self._bytes[start : start + self.layout.block_bytes]
+
+    def populate(self) -> None:
+        """Brings in the pages, which else come when a block is first written, and make it late."""
+        populate(self.tensor.data_ptr(), len(self._bytes))
 
     def copy_partial(self, block_id: int, num_tokens: int) -> bytes:
         """A copy of the slab in which the slots from `num_tokens` on are zero, so equal contents have equal bytes."""

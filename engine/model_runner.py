@@ -49,3 +49,6 @@ class ModelRunner:
 
     def copy_partial(self, block_id: int, num_tokens: int) -> bytes:
         return self._cache.copy_partial(block_id, num_tokens)
+
+    def populate(self) -> None:
+        self._cache.populate()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +67,7 @@ def open_core(config: Config, *, digests: bool = False) -> EngineCore:
         check_integrity=engine.check_integrity,
     )
     core = EngineCore(runner, limits)
+    threading.Thread(target=runner.populate, name="kvferry-populate", daemon=True).start()
     log_event(
         logger,
         "pool_ready",

@@ -87,6 +87,9 @@ class PlanRunner:
     def copy_partial(self, block_id: int, num_tokens: int) -> bytes:
         return bytes(self.layout.block_bytes)
 
+    def populate(self) -> None:
+        """It has no memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Holding:

@@ -86,6 +86,9 @@ class Runner(Protocol):
     def copy_partial(self, block_id: int, num_tokens: int) -> bytes:
         """A copy of the block's slab with the slots from `num_tokens` on zeroed."""
 
+    def populate(self) -> None:
+        """Brings in the pages of the pool's memory; for a thread of its own, while others use the pool."""
+
 
 def open_runner(folder: Path, config: RunnerConfig) -> Runner:
     """Open the model in `folder`.

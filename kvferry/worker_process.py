@@ -19,8 +19,8 @@ import grpc.aio
 from kvferry import __version__
 from kvferry.config import Config, load_config
 from kvferry.errors import KvferryError
+from kvferry.host_memory import keep_message_buffers
 from kvferry.kv_layout import KvLayout
-from kvferry.malloc import keep_message_buffers
 from kvferry.process import StopSignals, print_ready
 from kvferry.rpc import RpcServer, check_can_listen, run
 from kvferry.rpc.listen import parse_address

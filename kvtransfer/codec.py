@@ -39,7 +39,8 @@ MAX_REQUEST_ID_CHARS = 256
 MAX_BLOCKS = 1 << 16
 """Most blocks of a shipment: a million tokens in blocks of 16; their hashes still fit a gRPC message."""
 MAX_FIRST_TOKENS = 1024
-MAX_PROGRESS_TIMEOUT_S = 3600.0
+MIN_PROGRESS_TIMEOUT_S, MAX_PROGRESS_TIMEOUT_S = 0.05, 3600.0
+"""A shorter one would be all heartbeats, and no write would get through in it."""
 
 
 def sender_message_to_bytes(message: SenderMessage) -> bytes:
@@ -153,10 +154,15 @@ def _offer_from_pb(message: ship_pb2.Offer) -> Offer:
     _check_range("offer.block_hashes", len(offer.block_hashes), num_full_blocks, num_full_blocks)
     if any(len(block_hash) != HASH_BYTES for block_hash in offer.block_hashes):
         raise InvalidArgument("offer.block_hashes", f"a hash has {HASH_BYTES} bytes")
-    timeout_s = offer.progress_timeout_s
-    if not (math.isfinite(timeout_s) and 0 < timeout_s <= MAX_PROGRESS_TIMEOUT_S):
-        raise InvalidArgument("offer.progress_timeout_s", f"{timeout_s}, must be in (0, {MAX_PROGRESS_TIMEOUT_S}]")
+    check_progress_timeout("offer", offer.progress_timeout_s)
     return offer
+
+
+def check_progress_timeout(message: str, timeout_s: float) -> None:
+    """Raises InvalidArgument where it is out of range or no number."""
+    if not MIN_PROGRESS_TIMEOUT_S <= timeout_s <= MAX_PROGRESS_TIMEOUT_S:
+        limits = f"must be {MIN_PROGRESS_TIMEOUT_S:g} … {MAX_PROGRESS_TIMEOUT_S:g}"
+        raise InvalidArgument(f"{message}.progress_timeout_s", f"{timeout_s:g}, {limits}")
 
 
 def _frame_parts(frame: BlockFrame) -> FrameParts:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 from kvferry.errors import InvalidArgument
 from kvferry.wire import layout_from_pb, layout_to_pb
-from kvtransfer.codec import MAX_PROGRESS_TIMEOUT_S
+from kvtransfer.codec import check_progress_timeout
 from kvtransfer.handshake import Hello, Transport, Welcome, WireVersions
 from kvtransfer.staging import HEADER_BYTES, TOKEN_BYTES, SegmentName
 from proto.kvferry.v1 import ship_pb2
@@ -41,9 +39,7 @@ def hello_from_pb(message: ship_pb2.Hello) -> Hello:
     for field in ("worker_id", "host_id"):
         if len(getattr(message, field)) > MAX_NAME_CHARS:
             raise InvalidArgument(f"hello.{field}", f"longer than {MAX_NAME_CHARS} characters")
-    timeout_s = message.progress_timeout_s
-    if not (math.isfinite(timeout_s) and 0 < timeout_s <= MAX_PROGRESS_TIMEOUT_S):
-        raise InvalidArgument("hello.progress_timeout_s", f"{timeout_s}, must be in (0, {MAX_PROGRESS_TIMEOUT_S}]")
+    check_progress_timeout("hello", message.progress_timeout_s)
     if message.max_frame_bytes < 1:
         raise InvalidArgument("hello.max_frame_bytes", "0; a frame must carry something")
     return Hello(
@@ -54,7 +50,7 @@ def hello_from_pb(message: ship_pb2.Hello) -> Hello:
         transports=tuple(_FROM_PB[number] for number in message.transports if number in _FROM_PB),
         host_id=message.host_id,
         max_frame_bytes=message.max_frame_bytes,
-        progress_timeout_s=timeout_s,
+        progress_timeout_s=message.progress_timeout_s,
     )
 
 

@@ -73,7 +73,7 @@ class _OverwritesABlock:
         self._num_steps = 0
         self.layout, self.num_blocks, self.window = runner.layout, runner.num_blocks, runner.window
         self.max_context, self.vocab_size = runner.max_context, runner.vocab_size
-        self.block_view, self.copy_partial = runner.block_view, runner.copy_partial
+        self.block_view, self.copy_partial, self.populate = runner.block_view, runner.copy_partial, runner.populate
 
     def run(self, slices: list[SequenceSlice]) -> list[Sampled | None]:
         self._num_steps += 1

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError, Message
 
 from kvferry.block_digest import block_digest
 from kvferry.errors import KvferryError, Unavailable
+from kvferry.rpc.options import DEFAULT_MAX_MESSAGE_BYTES
 from kvtransfer.budget import ShipRank
 from kvtransfer.codec import receiver_message_to_pb, sender_message_from_bytes, sender_message_to_bytes
 from kvtransfer.grpc_transport import _GrpcReceivingStream, _GrpcSendingStream
@@ -162,7 +163,7 @@ def _change_repeated(values: Any, field: FieldDescriptor, is_message: bool, dice
 
 
 def changed_request(data: bytes, kind: type[Message], others: Sequence[bytes], dice: random.Random) -> bytes:
-    """A request changed in its bytes or in its fields."""
+    """A request changed in its bytes or in its fields, not larger than gRPC takes it."""
     try:
         message = kind.FromString(data)
     except DecodeError:  # it was changed before
@@ -171,7 +172,8 @@ def changed_request(data: bytes, kind: type[Message], others: Sequence[bytes], d
         return change_bytes(data, others, dice)
     for _ in range(dice.choice((1, 1, 2))):
         change_fields(message, dice)
-    return message.SerializeToString()
+    changed = message.SerializeToString()
+    return changed if len(changed) <= DEFAULT_MAX_MESSAGE_BYTES else data
 
 
 # -- conversations ----------------------------------------------------------------------------------------------------

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+import socket
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from kvferry.kv_layout import KvLayout
@@ -181,6 +182,13 @@ def _in_process(open_host: Callable[[Offer], ReceiverHost], layout: KvLayout, op
             new_receiver, open_host, send_options=send_options, receive_options=options
         )
     )
+
+
+@contextmanager
+def silent_listener() -> Iterator[str]:
+    """The address of a process that was stopped: the kernel takes connections, nobody answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 def events_of(*events: ShipEvent) -> asyncio.Queue[ShipEvent]:

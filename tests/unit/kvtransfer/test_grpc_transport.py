@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
@@ -23,7 +22,7 @@ from kvtransfer.staging import HEADER_BYTES
 from kvtransfer.transport import ReceiveOptions
 from proto.kvferry.v1 import ship_pb2
 from tests.support.shipping import ship_call
-from tests.unit.kvtransfer.pairs import KINDS, SHORT_S, Pair, computed, joined, linked_to, make_terms
+from tests.unit.kvtransfer.pairs import KINDS, SHORT_S, Pair, computed, joined, linked_to, make_terms, silent_listener
 from tests.unit.kvtransfer.support import ATTEMPT, EPOCH, LAYOUT, MemoryHost, OneContents, frames_of, make_offer
 from tests.unit.kvtransfer.test_transport import LARGE_LAYOUT, within
 
@@ -290,13 +289,6 @@ async def test_receiver_that_is_not_there() -> None:
     async with linked_to("127.0.0.1:1", make_terms("grpc")) as (channel, link):
         with pytest.raises(Unavailable):
             await within(GrpcShipment(channel, link).ship(ShipSender(make_offer()), OneContents(b""), computed()))
-
-
-@contextmanager
-def silent_listener() -> Iterator[str]:
-    """The address of a process that was stopped: the kernel takes connections, nobody answers."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 async def test_receiver_that_never_says_a_word_is_given_up() -> None:

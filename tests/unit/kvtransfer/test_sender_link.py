@@ -41,6 +41,7 @@ from tests.unit.kvtransfer.pairs import (
     make_link,
     make_terms,
     running_receiver,
+    silent_listener,
     start_receiver,
 )
 from tests.unit.kvtransfer.support import EPOCH, LAYOUT, MemoryHost, MemorySource, make_offer
@@ -327,6 +328,14 @@ async def test_an_error_that_nobody_thought_of_reaches_those_who_wait(monkeypatc
         for one in waiting:
             with pytest.raises(Internal, match="odd"):
                 await within(one)
+
+
+async def test_a_receiver_that_never_says_a_word_is_given_up() -> None:
+    with silent_listener() as address:
+        async with linked_to(address, make_terms("shm"), timeout_s=SHORT_S) as (_, link):
+            for _ in range(2):
+                with pytest.raises(Unavailable):
+                    await within(link.agreed(), 10 * SHORT_S)
 
 
 async def test_a_receiver_that_falls_silent_is_lost_and_asked_anew() -> None:
