@@ -15,7 +15,7 @@ from kvferry.worker_process import WorkerContext, capabilities_of
 from kvtransfer.grpc_transport import ShipServicer, add_ship_service
 from kvtransfer.handshake import terms_of
 from kvtransfer.messages import Offer
-from kvtransfer.transport import ReceiveOptions
+from kvtransfer.transport import CREDITS_PER_SEGMENT, ReceiveOptions
 from proto.kvferry.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
 
@@ -45,11 +45,16 @@ class DecodeRole:
             context.telemetry,
             self.is_alive,
         )
+        transfer = context.config.transfer
         self.ship_servicer = ShipServicer(
-            terms=terms_of(context.config.transfer, self.core.layout),
+            terms=terms_of(transfer, self.core.layout),
             epoch=context.identity.epoch,
             open_host=self._open_host,
-            options=ReceiveOptions(max_frame_bytes=context.config.transfer.max_frame_bytes, is_alive=self.is_alive),
+            options=ReceiveOptions(
+                max_frame_bytes=transfer.max_frame_bytes,
+                is_alive=self.is_alive,
+                credit_bytes=transfer.max_inflight_bytes_per_peer // CREDITS_PER_SEGMENT,
+            ),
         )
 
     def _open_host(self, offer: Offer) -> DecodeAttempt:

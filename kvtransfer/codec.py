@@ -17,6 +17,7 @@ from kvferry.block_hash import HASH_BYTES
 from kvferry.errors import InvalidArgument
 from kvferry.spec import AttemptId
 from kvferry.wire import attempt_from_pb, attempt_to_pb, layout_from_pb, layout_to_pb
+from kvferry.worker import check_progress_timeout
 from kvtransfer.block_frames import MAX_FRAMES, FrameParts, join_block_frames, split_block_frames
 from kvtransfer.messages import (
     Alive,
@@ -39,8 +40,6 @@ MAX_REQUEST_ID_CHARS = 256
 MAX_BLOCKS = 1 << 16
 """Most blocks of a shipment: a million tokens in blocks of 16; their hashes still fit a gRPC message."""
 MAX_FIRST_TOKENS = 1024
-MIN_PROGRESS_TIMEOUT_S, MAX_PROGRESS_TIMEOUT_S = 0.05, 3600.0
-"""A shorter one would be all heartbeats, and no write would get through in it."""
 
 
 def sender_message_to_bytes(message: SenderMessage) -> bytes:
@@ -154,15 +153,8 @@ def _offer_from_pb(message: ship_pb2.Offer) -> Offer:
     _check_range("offer.block_hashes", len(offer.block_hashes), num_full_blocks, num_full_blocks)
     if any(len(block_hash) != HASH_BYTES for block_hash in offer.block_hashes):
         raise InvalidArgument("offer.block_hashes", f"a hash has {HASH_BYTES} bytes")
-    check_progress_timeout("offer", offer.progress_timeout_s)
+    check_progress_timeout("offer.progress_timeout_s", offer.progress_timeout_s)
     return offer
-
-
-def check_progress_timeout(message: str, timeout_s: float) -> None:
-    """Raises InvalidArgument where it is out of range or no number."""
-    if not MIN_PROGRESS_TIMEOUT_S <= timeout_s <= MAX_PROGRESS_TIMEOUT_S:
-        limits = f"must be {MIN_PROGRESS_TIMEOUT_S:g} … {MAX_PROGRESS_TIMEOUT_S:g}"
-        raise InvalidArgument(f"{message}.progress_timeout_s", f"{timeout_s:g}, {limits}")
 
 
 def _frame_parts(frame: BlockFrame) -> FrameParts:

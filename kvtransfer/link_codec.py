@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.errors import InvalidArgument
 from kvferry.wire import layout_from_pb, layout_to_pb
-from kvtransfer.codec import check_progress_timeout
+from kvferry.worker import check_progress_timeout
 from kvtransfer.handshake import Hello, Transport, Welcome, WireVersions
 from kvtransfer.staging import HEADER_BYTES, TOKEN_BYTES, SegmentName
 from proto.kvferry.v1 import ship_pb2
@@ -39,7 +39,7 @@ def hello_from_pb(message: ship_pb2.Hello) -> Hello:
     for field in ("worker_id", "host_id"):
         if len(getattr(message, field)) > MAX_NAME_CHARS:
             raise InvalidArgument(f"hello.{field}", f"longer than {MAX_NAME_CHARS} characters")
-    check_progress_timeout("hello", message.progress_timeout_s)
+    check_progress_timeout("hello.progress_timeout_s", message.progress_timeout_s)
     if message.max_frame_bytes < 1:
         raise InvalidArgument("hello.max_frame_bytes", "0; a frame must carry something")
     return Hello(

@@ -8,6 +8,7 @@ messages (peer) ─► ShipReceiver ─► actions ─┬► host.write, host.ve
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from kvferry.errors import KvferryError
 from kvferry.rpc import HeartbeatWriter
@@ -30,6 +31,8 @@ from kvtransfer.receiver import (
 from kvtransfer.transport import CommitOutcome, OpenHost, ReceiveOptions, ReceiverHost, ReceivingStream
 
 PEER = "the sender of the shipment"
+CREDIT_DELAY_S = 0.03
+"""How long a few staged frames may wait for more to share a credit with."""
 
 
 async def run_receiving_end(
@@ -55,6 +58,10 @@ class _ReceivingEnd:
         self._writer: HeartbeatWriter[ReceiverMessage] | None = None  # there once the Offer is
         # Grant, then commit: the receiver asks for one at a time.
         self._host_calls: asyncio.Queue[RequestGrant | CommitSequence] = asyncio.Queue(1)
+        self._num_taken_frames = 0  # staged ones, copied and without credit so far
+        self._num_taken_bytes = 0
+        self._has_taken = asyncio.Event()
+        self._has_taken_much = asyncio.Event()
         self._is_settled = False
         self._is_finished = False
 
@@ -69,7 +76,7 @@ class _ReceivingEnd:
                 peer=PEER,
             )
             async with self._writer:
-                await run_until_first(self._host_loop(), self._read_loop())
+                await run_until_first(self._host_loop(), self._read_loop(), self._credit_loop())
         finally:
             # Everything that could still write has ended here.
             if self._host is not None and not self._is_settled:
@@ -91,8 +98,25 @@ class _ReceivingEnd:
             self._timeout_s = message.progress_timeout_s
         await self._perform(self._receiver.on_message(message))
         if isinstance(message, StagedFrames):  # copied by now, every one of them
-            await self._send(Credit(len(message.frames)))
+            self._num_taken_frames += len(message.frames)
+            self._num_taken_bytes += sum(len(frame.payload) for frame in message.frames)
+            self._has_taken.set()
+            if self._num_taken_bytes >= self._options.credit_bytes:
+                self._has_taken_much.set()
         return True
+
+    async def _credit_loop(self) -> None:
+        """Gives credit at once for much, a little later for little: a message costs as much as copying a block."""
+        while True:
+            await self._has_taken.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CREDIT_DELAY_S):
+                    await self._has_taken_much.wait()
+            self._has_taken.clear()
+            self._has_taken_much.clear()
+            num_frames = self._num_taken_frames
+            self._num_taken_frames = self._num_taken_bytes = 0
+            await self._send(Credit(num_frames))
 
     async def _host_loop(self) -> None:
         while not self._is_finished:

@@ -121,7 +121,7 @@ def with_staged(num_frames: int, **changes: object) -> ship_pb2.ShipRequest:
         (with_offer("num_tokens", 12), "offer.block_hashes"),
         (with_offer("progress_timeout_s", 0.0), "offer.progress_timeout_s"),
         (with_offer("progress_timeout_s", -1.0), "offer.progress_timeout_s"),
-        (with_offer("progress_timeout_s", 0.049), "offer.progress_timeout_s"),
+        (with_offer("progress_timeout_s", 0.09), "offer.progress_timeout_s"),
         (with_offer("progress_timeout_s", 1e-300), "offer.progress_timeout_s"),
         (with_offer("progress_timeout_s", 3601.0), "offer.progress_timeout_s"),
         (with_offer("progress_timeout_s", math.nan), "offer.progress_timeout_s"),

@@ -77,7 +77,7 @@ def changed_hello(field: str, value: object) -> ship_pb2.Hello:
         ("host_id", "x" * (MAX_NAME_CHARS + 1)),
         ("progress_timeout_s", 0.0),
         ("progress_timeout_s", -1.0),
-        ("progress_timeout_s", 0.049),
+        ("progress_timeout_s", 0.09),
         ("progress_timeout_s", 3601.0),
         ("progress_timeout_s", math.inf),
         ("progress_timeout_s", math.nan),
