@@ -73,7 +73,8 @@ class BlockPool:
         """The whole pool, in pieces as large as the messages that the product makes of such blocks."""
         frame_bytes = min(self.block_bytes, MAX_FRAME_BYTES)
         num_bytes = frame_bytes * max(1, MAX_INLINE_BYTES // frame_bytes)
-        return [self._view[start : start + num_bytes] for start in range(0, len(self._view), num_bytes)]
+        starts = range(0, len(self._view) - num_bytes + 1, num_bytes)
+        return [self._view[start : start + num_bytes] for start in starts]
 
     def digests(self) -> list[bytes]:
         """Of every block."""
