@@ -15,7 +15,7 @@ from kvferry.worker_process import WorkerContext, capabilities_of
 from kvtransfer.grpc_transport import ShipServicer, add_ship_service
 from kvtransfer.handshake import terms_of
 from kvtransfer.messages import Offer
-from kvtransfer.transport import CREDITS_PER_SEGMENT, ReceiveOptions
+from kvtransfer.transport import ReceiveOptions
 from proto.kvferry.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
 
@@ -53,7 +53,6 @@ class DecodeRole:
             options=ReceiveOptions(
                 max_frame_bytes=transfer.max_frame_bytes,
                 is_alive=self.is_alive,
-                credit_bytes=transfer.max_inflight_bytes_per_peer // CREDITS_PER_SEGMENT,
             ),
         )
 

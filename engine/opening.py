@@ -66,8 +66,12 @@ def open_core(config: Config, *, digests: bool = False) -> EngineCore:
         digests=digests,
         check_integrity=engine.check_integrity,
     )
-    core = EngineCore(runner, limits)
     threading.Thread(target=runner.populate, name="kvferry-populate", daemon=True).start()
+    _log_pool(runner, limits)
+    return EngineCore(runner, limits)
+
+
+def _log_pool(runner: Runner, limits: EngineLimits) -> None:
     log_event(
         logger,
         "pool_ready",
@@ -79,7 +83,6 @@ def open_core(config: Config, *, digests: bool = False) -> EngineCore:
         recompute_s_per_token=round(limits.preemption.recompute_s_per_token, 9),
         swap_s_per_block=round(limits.preemption.swap_s_per_block, 9),
     )
-    return core
 
 
 def measure_preemption(runner: Runner, mode: PreemptionMode) -> PreemptionPolicy:

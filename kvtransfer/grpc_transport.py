@@ -178,6 +178,10 @@ class _GrpcReceivingStream:
         assert isinstance(message, SenderMessage)
         return message
 
+    @property
+    def staging_bytes(self) -> int:
+        return 0 if self._segment is None else self._segment.num_bytes
+
     def staged(self, region: Region) -> memoryview:
         if self._segment is None:
             raise FailedPrecondition("staged frames, but the shipment's link has no staging segment")

@@ -44,6 +44,7 @@ class Hello:
         host_id: of the machine it runs on; memory is shared between equal, non-empty ones.
         max_frame_bytes: largest payload of a frame it will send.
         progress_timeout_s: the longest silence either side bears on this link.
+        max_inflight_bytes: most payload it will have on its way to this receiver; 0 for no bound.
     """
 
     worker_id: str
@@ -54,6 +55,7 @@ class Hello:
     host_id: str
     max_frame_bytes: int
     progress_timeout_s: float
+    max_inflight_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class LinkTerms:
             self.host_id,
             self.max_frame_bytes,
             progress_timeout_s,
+            self.peer_bytes,
         )
 
 
@@ -118,7 +121,7 @@ def terms_of(config: TransferConfig, layout: KvLayout) -> LinkTerms:
         transports=transports_of(config, can_share_memory=can_share_memory()),
         host_id=host_id(),
         max_frame_bytes=config.max_frame_bytes,
-        peer_bytes=config.max_inflight_bytes_per_peer,
+        peer_bytes=min(config.max_inflight_bytes_per_peer, config.max_inflight_bytes),
         max_staging_bytes=config.max_staging_bytes,
     )
 

@@ -40,6 +40,10 @@ class _ReceivingPipe:
         self.read = pipes.to_receiver.get
         self.write = pipes.to_sender.put
 
+    @property
+    def staging_bytes(self) -> int:
+        return 0
+
     def staged(self, region: Region) -> memoryview:
         raise FailedPrecondition("staged frames, but there is no staging segment")
 

@@ -31,6 +31,7 @@ def hello_to_pb(hello: Hello) -> ship_pb2.Hello:
         host_id=hello.host_id,
         max_frame_bytes=hello.max_frame_bytes,
         progress_timeout_s=hello.progress_timeout_s,
+        max_inflight_bytes=hello.max_inflight_bytes,
     )
 
 
@@ -51,6 +52,7 @@ def hello_from_pb(message: ship_pb2.Hello) -> Hello:
         host_id=message.host_id,
         max_frame_bytes=message.max_frame_bytes,
         progress_timeout_s=message.progress_timeout_s,
+        max_inflight_bytes=message.max_inflight_bytes,
     )
 
 

@@ -109,7 +109,8 @@ class ReceiverLinks:
         if agreement.transport is not Transport.SHARED_MEMORY:
             return None
         slot_bytes = min(agreement.max_frame_bytes, self._terms.layout.block_bytes)
-        num_bytes = max(self._terms.peer_bytes, slot_bytes) + 2 * HEADER_BYTES
+        room = min(self._terms.peer_bytes, hello.max_inflight_bytes or self._terms.peer_bytes)
+        num_bytes = max(room, slot_bytes) + 2 * HEADER_BYTES
         try:
             if self._staging_bytes + num_bytes > self._terms.max_staging_bytes:
                 raise Unavailable(

@@ -31,6 +31,8 @@ from kvtransfer.receiver import (
 from kvtransfer.transport import CommitOutcome, OpenHost, ReceiveOptions, ReceiverHost, ReceivingStream
 
 PEER = "the sender of the shipment"
+CREDITS_PER_SEGMENT = 8
+"""A sender fills a quarter of a segment with one message and half of it before it waits."""
 CREDIT_DELAY_S = 0.03
 """How long a few staged frames may wait for more to share a credit with."""
 
@@ -101,7 +103,7 @@ class _ReceivingEnd:
             self._num_taken_frames += len(message.frames)
             self._num_taken_bytes += sum(len(frame.payload) for frame in message.frames)
             self._has_taken.set()
-            if self._num_taken_bytes >= self._options.credit_bytes:
+            if self._num_taken_bytes >= self._stream.staging_bytes // CREDITS_PER_SEGMENT:
                 self._has_taken_much.set()
         return True
 

@@ -41,6 +41,11 @@ class ReceivingStream(Protocol):
 
     async def read(self) -> SenderMessage | None: ...
 
+    @property
+    def staging_bytes(self) -> int:
+        """Size of the staging segment; 0 without one."""
+        ...
+
     def staged(self, region: Region) -> memoryview:
         """The payload that lies there; raises a KvferryError where none can."""
         ...
@@ -135,10 +140,6 @@ class SendOptions:
     on_nack: Callable[[int], None] = untold
 
 
-CREDITS_PER_SEGMENT = 8
-"""A sender fills a quarter of a segment with one message and half of it before it waits."""
-
-
 @dataclass(frozen=True, slots=True)
 class ReceiveOptions:
     """How a receiving end behaves.
@@ -146,13 +147,11 @@ class ReceiveOptions:
     Attributes:
         max_frame_bytes: largest payload taken.
         is_alive: whether the engine makes progress; while it does not, no heartbeat is sent and the sender gives up.
-        credit_bytes: so much that was taken from the staging segment is credited at once; less, a little later.
         offer_timeout_s: how long a new stream may take to bring its Offer, which then sets the progress timeout.
     """
 
     max_frame_bytes: int = MAX_FRAME_BYTES
     is_alive: Callable[[], bool] = always_alive
-    credit_bytes: int = 2 << 20
     offer_timeout_s: float = 10.0
 
 

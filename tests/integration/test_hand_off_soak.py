@@ -6,7 +6,7 @@ import asyncio
 import random
 import signal
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import pytest
 
 from engine.scripted import ScriptConfig
 from kvferry.config import Config
+from kvferry.errors import Unavailable
 from tests.support.pair import OUTPUT_TOKENS, Prompts
 from tests.support.pair_request import Ending, PairRequest
 from tests.support.staging import StagingTraces, num_open_files, staging_traces
@@ -109,6 +110,15 @@ class Rehearsal:
         await asyncio.gather(*(request.finished() for request in requests))
         assert all(self._prompts.is_right(request) for request in requests)
 
+    async def serves_again(self) -> None:
+        """Returns when a request gets through: a connection that was refused is tried anew after a while."""
+        async with asyncio.timeout(FREED_IN_S):
+            while True:
+                request = self.begin(1, attempt=2)
+                with suppress(Unavailable):
+                    await request.finished()
+                    return
+
     async def idle_traces(self) -> Traces:
         """What the survivor holds while both live, are linked and have nothing to do."""
         for _ in range(2):  # what is opened once and kept is there after the first
@@ -142,6 +152,7 @@ class Rehearsal:
 
     async def check_back_to(self, idle: Traces) -> None:
         """Both serve as before, and the survivor holds what it held then."""
+        await self.serves_again()
         await self.check_serves()
         await self.survivor.is_idle()
         await until(lambda: Traces.of(self.survivor.pid) == idle, FREED_IN_S)

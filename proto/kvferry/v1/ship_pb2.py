@@ -26,47 +26,47 @@ from proto.kvferry.v1 import types_pb2 as proto_dot_kvferry_dot_v1_dot_types__pb
 from proto.kvferry.v1 import worker_pb2 as proto_dot_kvferry_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bproto/kvferry/v1/ship.proto\x12\nkvferry.v1\x1a\x1cproto/kvferry/v1/types.proto\x1a\x1dproto/kvferry/v1/worker.proto\"f\n\x0bLinkRequest\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.kvferry.v1.HelloH\x00\x12*\n\theartbeat\x18\x02 \x01(\x0b\x32\x15.kvferry.v1.HeartbeatH\x00\x42\x07\n\x05\x65vent\"\xf4\x01\n\x05Hello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x18\n\x10min_wire_version\x18\x03 \x01(\r\x12\x18\n\x10max_wire_version\x18\x04 \x01(\r\x12$\n\x06layout\x18\x05 \x01(\x0b\x32\x14.kvferry.v1.KvLayout\x12)\n\ntransports\x18\x06 \x03(\x0e\x32\x15.kvferry.v1.Transport\x12\x0f\n\x07host_id\x18\x07 \x01(\t\x12\x17\n\x0fmax_frame_bytes\x18\x08 \x01(\x04\x12\x1a\n\x12progress_timeout_s\x18\t \x01(\x01\"k\n\x0cLinkResponse\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.kvferry.v1.WelcomeH\x00\x12*\n\theartbeat\x18\x02 \x01(\x0b\x32\x15.kvferry.v1.HeartbeatH\x00\x42\x07\n\x05\x65vent\"\xaf\x01\n\x07Welcome\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07link_id\x18\x03 \x01(\x04\x12(\n\ttransport\x18\x04 \x01(\x0e\x32\x15.kvferry.v1.Transport\x12+\n\x07staging\x18\x05 \x01(\x0b\x32\x1a.kvferry.v1.StagingSegment\x12\x17\n\x0fmax_frame_bytes\x18\x06 \x01(\x04\"K\n\x0eStagingSegment\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\n\n\x02\x66\x64\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\r\n\x05token\x18\x04 \x01(\x0c\"\x89\x02\n\x0bShipRequest\x12\"\n\x05offer\x18\x01 \x01(\x0b\x32\x11.kvferry.v1.OfferH\x00\x12\'\n\x05\x62lock\x18\x02 \x01(\x0b\x32\x16.kvferry.v1.BlockFrameH\x00\x12$\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x12.kvferry.v1.CommitH\x00\x12*\n\theartbeat\x18\x04 \x01(\x0b\x32\x15.kvferry.v1.HeartbeatH\x00\x12*\n\x06staged\x18\x05 \x01(\x0b\x32\x18.kvferry.v1.StagedFramesH\x00\x12&\n\x06\x62locks\x18\x06 \x03(\x0b\x32\x16.kvferry.v1.BlockFrameB\x07\n\x05\x65vent\"\xbf\x01\n\x05Offer\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.kvferry.v1.AttemptId\x12\x16\n\x0ereceiver_epoch\x18\x02 \x01(\x04\x12$\n\x06layout\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.KvLayout\x12\x14\n\x0c\x62lock_hashes\x18\x04 \x03(\x0c\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x1a\n\x12progress_timeout_s\x18\x06 \x01(\x01\x12\x0f\n\x07link_id\x18\x07 \x01(\x04\"\x89\x01\n\nBlockFrame\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.kvferry.v1.AttemptId\x12\x13\n\x0b\x62lock_index\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\"Z\n\x0cStagedFrames\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.kvferry.v1.AttemptId\x12\'\n\x06\x66rames\x18\x02 \x03(\x0b\x32\x17.kvferry.v1.StagedFrame\"\x81\x01\n\x0bStagedFrame\x12\x13\n\x0b\x62lock_index\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x16\n\x0estaging_offset\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\r\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\"\\\n\x06\x43ommit\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.kvferry.v1.AttemptId\x12\x17\n\x0f\x66irst_token_ids\x18\x02 \x03(\r\x12\x16\n\x0e\x66irst_logprobs\x18\x03 \x03(\x02\"\xda\x01\n\x0cShipResponse\x12 \n\x04want\x18\x01 \x01(\x0b\x32\x10.kvferry.v1.WantH\x00\x12 \n\x04nack\x18\x02 \x01(\x0b\x32\x10.kvferry.v1.NackH\x00\x12+\n\ncommit_ack\x18\x03 \x01(\x0b\x32\x15.kvferry.v1.CommitAckH\x00\x12*\n\theartbeat\x18\x04 \x01(\x0b\x32\x15.kvferry.v1.HeartbeatH\x00\x12$\n\x06\x63redit\x18\x05 \x01(\x0b\x32\x12.kvferry.v1.CreditH\x00\x42\x07\n\x05\x65vent\"\x1c\n\x06\x43redit\x12\x12\n\nnum_frames\x18\x01 \x01(\r\"\x1d\n\x04Want\x12\x15\n\rblock_indices\x18\x01 \x03(\r\"\x1b\n\x04Nack\x12\x13\n\x0b\x62lock_index\x18\x01 \x01(\r\"&\n\tCommitAck\x12\x19\n\x11\x61lready_committed\x18\x01 \x01(\x08*W\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x12\n\x0eTRANSPORT_GRPC\x10\x01\x12\x1b\n\x17TRANSPORT_SHARED_MEMORY\x10\x02\x32\x8b\x01\n\x0bShipService\x12=\n\x04Link\x12\x17.kvferry.v1.LinkRequest\x1a\x18.kvferry.v1.LinkResponse(\x01\x30\x01\x12=\n\x04Ship\x12\x17.kvferry.v1.ShipRequest\x1a\x18.kvferry.v1.ShipResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bproto/kvferry/v1/ship.proto\x12\nkvferry.v1\x1a\x1cproto/kvferry/v1/types.proto\x1a\x1dproto/kvferry/v1/worker.proto\"f\n\x0bLinkRequest\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.kvferry.v1.HelloH\x00\x12*\n\theartbeat\x18\x02 \x01(\x0b\x32\x15.kvferry.v1.HeartbeatH\x00\x42\x07\n\x05\x65vent\"\x90\x02\n\x05Hello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x18\n\x10min_wire_version\x18\x03 \x01(\r\x12\x18\n\x10max_wire_version\x18\x04 \x01(\r\x12$\n\x06layout\x18\x05 \x01(\x0b\x32\x14.kvferry.v1.KvLayout\x12)\n\ntransports\x18\x06 \x03(\x0e\x32\x15.kvferry.v1.Transport\x12\x0f\n\x07host_id\x18\x07 \x01(\t\x12\x17\n\x0fmax_frame_bytes\x18\x08 \x01(\x04\x12\x1a\n\x12progress_timeout_s\x18\t \x01(\x01\x12\x1a\n\x12max_inflight_bytes\x18\n \x01(\x04\"k\n\x0cLinkResponse\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.kvferry.v1.WelcomeH\x00\x12*\n\theartbeat\x18\x02 \x01(\x0b\x32\x15.kvferry.v1.HeartbeatH\x00\x42\x07\n\x05\x65vent\"\xaf\x01\n\x07Welcome\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07link_id\x18\x03 \x01(\x04\x12(\n\ttransport\x18\x04 \x01(\x0e\x32\x15.kvferry.v1.Transport\x12+\n\x07staging\x18\x05 \x01(\x0b\x32\x1a.kvferry.v1.StagingSegment\x12\x17\n\x0fmax_frame_bytes\x18\x06 \x01(\x04\"K\n\x0eStagingSegment\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\n\n\x02\x66\x64\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\r\n\x05token\x18\x04 \x01(\x0c\"\x89\x02\n\x0bShipRequest\x12\"\n\x05offer\x18\x01 \x01(\x0b\x32\x11.kvferry.v1.OfferH\x00\x12\'\n\x05\x62lock\x18\x02 \x01(\x0b\x32\x16.kvferry.v1.BlockFrameH\x00\x12$\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x12.kvferry.v1.CommitH\x00\x12*\n\theartbeat\x18\x04 \x01(\x0b\x32\x15.kvferry.v1.HeartbeatH\x00\x12*\n\x06staged\x18\x05 \x01(\x0b\x32\x18.kvferry.v1.StagedFramesH\x00\x12&\n\x06\x62locks\x18\x06 \x03(\x0b\x32\x16.kvferry.v1.BlockFrameB\x07\n\x05\x65vent\"\xbf\x01\n\x05Offer\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.kvferry.v1.AttemptId\x12\x16\n\x0ereceiver_epoch\x18\x02 \x01(\x04\x12$\n\x06layout\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.KvLayout\x12\x14\n\x0c\x62lock_hashes\x18\x04 \x03(\x0c\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x1a\n\x12progress_timeout_s\x18\x06 \x01(\x01\x12\x0f\n\x07link_id\x18\x07 \x01(\x04\"\x89\x01\n\nBlockFrame\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.kvferry.v1.AttemptId\x12\x13\n\x0b\x62lock_index\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\"Z\n\x0cStagedFrames\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.kvferry.v1.AttemptId\x12\'\n\x06\x66rames\x18\x02 \x03(\x0b\x32\x17.kvferry.v1.StagedFrame\"\x81\x01\n\x0bStagedFrame\x12\x13\n\x0b\x62lock_index\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x16\n\x0estaging_offset\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\r\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\"\\\n\x06\x43ommit\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.kvferry.v1.AttemptId\x12\x17\n\x0f\x66irst_token_ids\x18\x02 \x03(\r\x12\x16\n\x0e\x66irst_logprobs\x18\x03 \x03(\x02\"\xda\x01\n\x0cShipResponse\x12 \n\x04want\x18\x01 \x01(\x0b\x32\x10.kvferry.v1.WantH\x00\x12 \n\x04nack\x18\x02 \x01(\x0b\x32\x10.kvferry.v1.NackH\x00\x12+\n\ncommit_ack\x18\x03 \x01(\x0b\x32\x15.kvferry.v1.CommitAckH\x00\x12*\n\theartbeat\x18\x04 \x01(\x0b\x32\x15.kvferry.v1.HeartbeatH\x00\x12$\n\x06\x63redit\x18\x05 \x01(\x0b\x32\x12.kvferry.v1.CreditH\x00\x42\x07\n\x05\x65vent\"\x1c\n\x06\x43redit\x12\x12\n\nnum_frames\x18\x01 \x01(\r\"\x1d\n\x04Want\x12\x15\n\rblock_indices\x18\x01 \x03(\r\"\x1b\n\x04Nack\x12\x13\n\x0b\x62lock_index\x18\x01 \x01(\r\"&\n\tCommitAck\x12\x19\n\x11\x61lready_committed\x18\x01 \x01(\x08*W\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x12\n\x0eTRANSPORT_GRPC\x10\x01\x12\x1b\n\x17TRANSPORT_SHARED_MEMORY\x10\x02\x32\x8b\x01\n\x0bShipService\x12=\n\x04Link\x12\x17.kvferry.v1.LinkRequest\x1a\x18.kvferry.v1.LinkResponse(\x01\x30\x01\x12=\n\x04Ship\x12\x17.kvferry.v1.ShipRequest\x1a\x18.kvferry.v1.ShipResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'proto.kvferry.v1.ship_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRANSPORT']._serialized_start=2090
-  _globals['_TRANSPORT']._serialized_end=2177
+  _globals['_TRANSPORT']._serialized_start=2118
+  _globals['_TRANSPORT']._serialized_end=2205
   _globals['_LINKREQUEST']._serialized_start=104
   _globals['_LINKREQUEST']._serialized_end=206
   _globals['_HELLO']._serialized_start=209
-  _globals['_HELLO']._serialized_end=453
-  _globals['_LINKRESPONSE']._serialized_start=455
-  _globals['_LINKRESPONSE']._serialized_end=562
-  _globals['_WELCOME']._serialized_start=565
-  _globals['_WELCOME']._serialized_end=740
-  _globals['_STAGINGSEGMENT']._serialized_start=742
-  _globals['_STAGINGSEGMENT']._serialized_end=817
-  _globals['_SHIPREQUEST']._serialized_start=820
-  _globals['_SHIPREQUEST']._serialized_end=1085
-  _globals['_OFFER']._serialized_start=1088
-  _globals['_OFFER']._serialized_end=1279
-  _globals['_BLOCKFRAME']._serialized_start=1282
-  _globals['_BLOCKFRAME']._serialized_end=1419
-  _globals['_STAGEDFRAMES']._serialized_start=1421
-  _globals['_STAGEDFRAMES']._serialized_end=1511
-  _globals['_STAGEDFRAME']._serialized_start=1514
-  _globals['_STAGEDFRAME']._serialized_end=1643
-  _globals['_COMMIT']._serialized_start=1645
-  _globals['_COMMIT']._serialized_end=1737
-  _globals['_SHIPRESPONSE']._serialized_start=1740
-  _globals['_SHIPRESPONSE']._serialized_end=1958
-  _globals['_CREDIT']._serialized_start=1960
-  _globals['_CREDIT']._serialized_end=1988
-  _globals['_WANT']._serialized_start=1990
-  _globals['_WANT']._serialized_end=2019
-  _globals['_NACK']._serialized_start=2021
-  _globals['_NACK']._serialized_end=2048
-  _globals['_COMMITACK']._serialized_start=2050
-  _globals['_COMMITACK']._serialized_end=2088
-  _globals['_SHIPSERVICE']._serialized_start=2180
-  _globals['_SHIPSERVICE']._serialized_end=2319
+  _globals['_HELLO']._serialized_end=481
+  _globals['_LINKRESPONSE']._serialized_start=483
+  _globals['_LINKRESPONSE']._serialized_end=590
+  _globals['_WELCOME']._serialized_start=593
+  _globals['_WELCOME']._serialized_end=768
+  _globals['_STAGINGSEGMENT']._serialized_start=770
+  _globals['_STAGINGSEGMENT']._serialized_end=845
+  _globals['_SHIPREQUEST']._serialized_start=848
+  _globals['_SHIPREQUEST']._serialized_end=1113
+  _globals['_OFFER']._serialized_start=1116
+  _globals['_OFFER']._serialized_end=1307
+  _globals['_BLOCKFRAME']._serialized_start=1310
+  _globals['_BLOCKFRAME']._serialized_end=1447
+  _globals['_STAGEDFRAMES']._serialized_start=1449
+  _globals['_STAGEDFRAMES']._serialized_end=1539
+  _globals['_STAGEDFRAME']._serialized_start=1542
+  _globals['_STAGEDFRAME']._serialized_end=1671
+  _globals['_COMMIT']._serialized_start=1673
+  _globals['_COMMIT']._serialized_end=1765
+  _globals['_SHIPRESPONSE']._serialized_start=1768
+  _globals['_SHIPRESPONSE']._serialized_end=1986
+  _globals['_CREDIT']._serialized_start=1988
+  _globals['_CREDIT']._serialized_end=2016
+  _globals['_WANT']._serialized_start=2018
+  _globals['_WANT']._serialized_end=2047
+  _globals['_NACK']._serialized_start=2049
+  _globals['_NACK']._serialized_end=2076
+  _globals['_COMMITACK']._serialized_start=2078
+  _globals['_COMMITACK']._serialized_end=2116
+  _globals['_SHIPSERVICE']._serialized_start=2208
+  _globals['_SHIPSERVICE']._serialized_end=2347
 # @@protoc_insertion_point(module_scope)

@@ -27,7 +27,7 @@ class LinkRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[_worker_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("worker_id", "epoch", "min_wire_version", "max_wire_version", "layout", "transports", "host_id", "max_frame_bytes", "progress_timeout_s")
+    __slots__ = ("worker_id", "epoch", "min_wire_version", "max_wire_version", "layout", "transports", "host_id", "max_frame_bytes", "progress_timeout_s", "max_inflight_bytes")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MIN_WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class Hello(_message.Message):
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
     MAX_FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_INFLIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     min_wire_version: int
@@ -46,7 +47,8 @@ class Hello(_message.Message):
     host_id: str
     max_frame_bytes: int
     progress_timeout_s: float
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., min_wire_version: _Optional[int] = ..., max_wire_version: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.KvLayout, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., host_id: _Optional[str] = ..., max_frame_bytes: _Optional[int] = ..., progress_timeout_s: _Optional[float] = ...) -> None: ...
+    max_inflight_bytes: int
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., min_wire_version: _Optional[int] = ..., max_wire_version: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.KvLayout, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., host_id: _Optional[str] = ..., max_frame_bytes: _Optional[int] = ..., progress_timeout_s: _Optional[float] = ..., max_inflight_bytes: _Optional[int] = ...) -> None: ...
 
 class LinkResponse(_message.Message):
     __slots__ = ("welcome", "heartbeat")

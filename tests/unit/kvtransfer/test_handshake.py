@@ -43,8 +43,8 @@ def refusal(hello: Hello, terms: LinkTerms) -> FailedPrecondition:
 
 
 def test_a_sender_says_what_its_terms_are() -> None:
-    terms = make_terms(versions=WireVersions(4, 5), max_frame_bytes=9000)
-    expected = Hello("prefill-0", 3, WireVersions(4, 5), LAYOUT, EITHER, "machine", 9000, 5.0)
+    terms = make_terms(versions=WireVersions(4, 5), max_frame_bytes=9000, peer_bytes=1 << 21)
+    expected = Hello("prefill-0", 3, WireVersions(4, 5), LAYOUT, EITHER, "machine", 9000, 5.0, 1 << 21)
     assert terms.hello("prefill-0", 3, 5.0) == expected
 
 

@@ -35,6 +35,7 @@ HELLO = Hello(
     host_id="machine",
     max_frame_bytes=1 << 20,
     progress_timeout_s=10.0,
+    max_inflight_bytes=3 << 20,
 )
 SEGMENT = SegmentName(pid=4_000_000, fd=17, num_bytes=16 << 20, token=bytes(range(TOKEN_BYTES)))
 OVER_GRPC = Welcome(2, 7, 2**63 + 1, Transport.GRPC, 1 << 20)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import gc
 import itertools
 import os
 import random
@@ -35,6 +36,12 @@ from tests.unit.kvtransfer.support import put
 ROOT = Path(__file__).parents[3]
 NUM_BYTES = 4096
 PAYLOAD = bytes(range(1, 101))
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_earlier_tests() -> None:
+    """Coroutines that an event loop left behind when it was closed end now, and with them what they hold."""
+    gc.collect()
 
 
 @pytest.fixture

@@ -128,7 +128,7 @@ async def test_many_shipments_at_once_through_little_memory(kind: str) -> None:
     """Each waits for its turn and for room again and again; none is lost, mixed up or starved."""
     hosts = {f"request-{index}": MemoryHost() for index in range(16)}
     async with joined(kind, lambda offer: hosts[offer.id.request_id], peer_bytes=1000) as pair:
-        offers = [make_offer(200 + index, id=AttemptId(name, 1)) for index, name in enumerate(hosts)]
+        offers = [make_offer(60 + index, id=AttemptId(name, 1)) for index, name in enumerate(hosts)]
         ships = [
             pair.ship(offer, computed(offer.num_tokens), faults=[Fault(FaultKind.CORRUPT, 7, nth=1)])
             for offer in offers
