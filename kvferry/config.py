@@ -233,8 +233,8 @@ class TransferConfig(_Frozen):
 
     progress_timeout_s: float = Field(default=10.0, gt=0.0)
     """Silence after which a peer counts as dead; heartbeats come three times as often."""
-    max_frame_bytes: int = Field(default=1 << 20, ge=4096, le=16 << 20)
-    """Largest block frame; larger ones block the event loop while they are serialised."""
+    max_frame_bytes: int = Field(default=1 << 20, ge=4096, le=3 << 20)
+    """Largest block frame; larger ones block the event loop while they are serialised, and messages end at 4 MiB."""
     transport: Literal["auto", "shm", "grpc"] = "auto"
     """How payloads travel between two workers. shm: through shared memory, both on one machine; grpc: inside messages;
     auto: shm where it can be used, else grpc."""

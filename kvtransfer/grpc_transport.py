@@ -40,7 +40,7 @@ from kvtransfer.receiving_end import run_receiving_end
 from kvtransfer.sender import ShipSender, ShipSummary
 from kvtransfer.sender_link import Linked, SenderLink
 from kvtransfer.sending_end import PEER, run_sending_end
-from kvtransfer.staging import StagingSegment
+from kvtransfer.staging import StagingSegment, UncreditedBytes
 from kvtransfer.transport import BlockSource, OpenHost, ReceiveOptions, SendOptions, ShipEvent
 from proto.kvferry.v1 import ship_pb2
 
@@ -179,8 +179,8 @@ class _GrpcReceivingStream:
         return message
 
     @property
-    def staging_bytes(self) -> int:
-        return 0 if self._segment is None else self._segment.num_bytes
+    def uncredited(self) -> UncreditedBytes:
+        return UncreditedBytes(0) if self._segment is None else self._segment.uncredited
 
     def staged(self, region: Region) -> memoryview:
         if self._segment is None:

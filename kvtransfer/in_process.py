@@ -14,6 +14,7 @@ from kvtransfer.receiver import ShipReceiver
 from kvtransfer.receiving_end import run_receiving_end
 from kvtransfer.sender import ShipSender, ShipSummary
 from kvtransfer.sending_end import run_sending_end
+from kvtransfer.staging import UncreditedBytes
 from kvtransfer.transport import BlockSource, OpenHost, ReceiveOptions, SendOptions, ShipEvent
 
 MAX_BYTES = 16 << 20
@@ -41,8 +42,8 @@ class _ReceivingPipe:
         self.write = pipes.to_sender.put
 
     @property
-    def staging_bytes(self) -> int:
-        return 0
+    def uncredited(self) -> UncreditedBytes:
+        return UncreditedBytes(0)
 
     def staged(self, region: Region) -> memoryview:
         raise FailedPrecondition("staged frames, but there is no staging segment")

@@ -8,13 +8,25 @@ messages (peer) ─► ShipReceiver ─► actions ─┬► host.write, host.ve
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 
 from kvferry.errors import KvferryError
 from kvferry.rpc import HeartbeatWriter
 from kvferry.tasks import run_until_first
 from kvtransfer.liveness import HEARTBEATS_PER_TIMEOUT, bounded_silence
-from kvtransfer.messages import Alive, CommitAck, Credit, Nack, Offer, ReceiverMessage, Region, StagedFrames, Want
+from kvtransfer.messages import (
+    Alive,
+    BlockFrame,
+    CommitAck,
+    Credit,
+    Nack,
+    Offer,
+    ReceiverMessage,
+    Region,
+    StagedFrames,
+    Want,
+)
 from kvtransfer.receiver import (
     CommitSequence,
     ReceiveFailed,
@@ -31,8 +43,6 @@ from kvtransfer.receiver import (
 from kvtransfer.transport import CommitOutcome, OpenHost, ReceiveOptions, ReceiverHost, ReceivingStream
 
 PEER = "the sender of the shipment"
-CREDITS_PER_SEGMENT = 8
-"""A sender fills a quarter of a segment with one message and half of it before it waits."""
 CREDIT_DELAY_S = 0.03
 """How long a few staged frames may wait for more to share a credit with."""
 
@@ -81,6 +91,7 @@ class _ReceivingEnd:
                 await run_until_first(self._host_loop(), self._read_loop(), self._credit_loop())
         finally:
             # Everything that could still write has ended here.
+            self._forget_taken()
             if self._host is not None and not self._is_settled:
                 self._host.release()
 
@@ -100,12 +111,23 @@ class _ReceivingEnd:
             self._timeout_s = message.progress_timeout_s
         await self._perform(self._receiver.on_message(message))
         if isinstance(message, StagedFrames):  # copied by now, every one of them
-            self._num_taken_frames += len(message.frames)
-            self._num_taken_bytes += sum(len(frame.payload) for frame in message.frames)
-            self._has_taken.set()
-            if self._num_taken_bytes >= self._stream.staging_bytes // CREDITS_PER_SEGMENT:
-                self._has_taken_much.set()
+            self._note_taken(message.frames)
         return True
+
+    def _note_taken(self, frames: Sequence[BlockFrame]) -> None:
+        num_bytes = sum(len(frame.payload) for frame in frames)
+        self._num_taken_frames += len(frames)
+        self._num_taken_bytes += num_bytes
+        self._stream.uncredited.num_bytes += num_bytes
+        self._has_taken.set()
+        if self._stream.uncredited.is_much:
+            self._has_taken_much.set()
+
+    def _forget_taken(self) -> int:
+        """The frames to give credit for."""
+        self._stream.uncredited.num_bytes -= self._num_taken_bytes
+        num_frames, self._num_taken_frames, self._num_taken_bytes = self._num_taken_frames, 0, 0
+        return num_frames
 
     async def _credit_loop(self) -> None:
         """Gives credit at once for much, a little later for little: a message costs as much as copying a block."""
@@ -116,9 +138,7 @@ class _ReceivingEnd:
                     await self._has_taken_much.wait()
             self._has_taken.clear()
             self._has_taken_much.clear()
-            num_frames = self._num_taken_frames
-            self._num_taken_frames = self._num_taken_bytes = 0
-            await self._send(Credit(num_frames))
+            await self._send(Credit(self._forget_taken()))
 
     async def _host_loop(self) -> None:
         while not self._is_finished:

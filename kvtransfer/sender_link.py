@@ -32,6 +32,8 @@ from proto.kvferry.v1 import ship_pb2, ship_pb2_grpc, worker_pb2
 logger = logging.getLogger(__name__)
 
 PEER = "the receiver at the other end of the link"
+CONNECT_TIMEOUT_S = 3.0
+"""Longer than a channel waits between two tries."""
 FIRST_WIRE_VERSION = 1
 """Spoken by receivers without Link."""
 
@@ -123,7 +125,8 @@ class SenderLink:
             log_event(logger, "link_lost", level=logging.WARNING, receiver=self._channel.target, reason=error.message)
 
     async def _hold(self, hello: Hello, opened: asyncio.Future[Linked]) -> None:
-        async with self._channel.duplex(self._stub.Link) as call:
+        # A receiver that was restarted is reached with the channel's next try, and not refused until then.
+        async with self._channel.duplex(self._stub.Link, wait_for_ready=True) as call:
             welcome = await self._greet(call, hello)
             try:
                 linked = self._linked(welcome)
@@ -138,7 +141,8 @@ class SenderLink:
         await self._hold(dataclasses.replace(hello, transports=(Transport.GRPC,)), opened)
 
     async def _greet(self, call: Any, hello: Hello) -> Welcome:
-        async with bounded_silence(hello.progress_timeout_s, PEER):  # also of one that takes connections and no more
+        timeout_s = min(hello.progress_timeout_s, CONNECT_TIMEOUT_S)
+        async with bounded_silence(timeout_s, PEER):  # also of one that takes connections and no more
             with suppress(asyncio.InvalidStateError):  # refused already: the read raises the status
                 await call.write(ship_pb2.LinkRequest(hello=hello_to_pb(hello)))
             message = await read_with_progress_deadline(call, hello.progress_timeout_s, PEER)

@@ -30,6 +30,8 @@ TOKEN_BYTES = 32
 HEADER_BYTES = 64
 """Before the first slot: the token."""
 SLOT_ALIGNMENT_BYTES = 64
+CREDITS_PER_SEGMENT = 8
+"""A sender fills a quarter of a segment with one message and half of it before it waits."""
 
 # Linux's numbers; the modules know some of them only from Python 3.12 on.
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
@@ -60,6 +62,18 @@ def host_id() -> str:
         return ""
 
 
+@dataclass(slots=True)
+class UncreditedBytes:
+    """What all shipments of a segment have copied out of it and not told their sender; much of it is told at once."""
+
+    much_bytes: int
+    num_bytes: int = 0
+
+    @property
+    def is_much(self) -> bool:
+        return self.num_bytes >= self.much_bytes
+
+
 class StagingSegment:
     """The receiver's side: owns the memory until `close`.
 
@@ -69,6 +83,7 @@ class StagingSegment:
     def __init__(self, num_bytes: int) -> None:
         token = secrets.token_bytes(TOKEN_BYTES)
         self.num_bytes = num_bytes
+        self.uncredited = UncreditedBytes(num_bytes // CREDITS_PER_SEGMENT)
         self._fd = -1
         try:
             self._fd = os.memfd_create("kvferry-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -26,6 +26,7 @@ from kvtransfer.faults import NO_FAULTS, CommittedFault, Faults, log_fault
 from kvtransfer.frames import MAX_FRAME_BYTES
 from kvtransfer.messages import Offer, ReceiverMessage, Region, SenderMessage
 from kvtransfer.sender import ShipSender, ShipSummary
+from kvtransfer.staging import UncreditedBytes
 
 
 class SendingStream(Protocol):
@@ -42,8 +43,8 @@ class ReceivingStream(Protocol):
     async def read(self) -> SenderMessage | None: ...
 
     @property
-    def staging_bytes(self) -> int:
-        """Size of the staging segment; 0 without one."""
+    def uncredited(self) -> UncreditedBytes:
+        """Of the staging segment; one of its own without a segment."""
         ...
 
     def staged(self, region: Region) -> memoryview:

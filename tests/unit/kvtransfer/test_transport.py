@@ -137,6 +137,18 @@ async def test_many_shipments_at_once_through_little_memory(kind: str) -> None:
     assert all(host.is_complete and host.num_wrong == 1 for host in hosts.values())
 
 
+async def test_many_shipments_of_a_small_segment_get_credit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has little to its credit, all of them much: none may wait for more of its own."""
+    monkeypatch.setattr("kvtransfer.receiving_end.CREDIT_DELAY_S", 3600.0)
+    hosts = {f"r{number}": MemoryHost() for number in range(16)}
+    peer_bytes = 64 * LAYOUT.block_bytes
+    async with joined("shm", lambda offer: hosts[offer.id.request_id], peer_bytes=peer_bytes) as pair:
+        offers = [make_offer(160, id=AttemptId(name, 1)) for name in hosts]
+        await within(asyncio.gather(*(pair.ship(offer, computed(160)) for offer in offers)), 30.0)
+    assert all(host.is_complete for host in hosts.values())
+
+
+
 async def test_a_long_shipment_does_not_hold_up_a_short_one(remote_kind: str) -> None:
     long, short = MemoryHost(), MemoryHost()
     offer = make_offer(4 * MANY_TOKENS, id=AttemptId("long", 1))
