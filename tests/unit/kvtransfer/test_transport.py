@@ -148,7 +148,6 @@ async def test_many_shipments_of_a_small_segment_get_credit_together(monkeypatch
     assert all(host.is_complete for host in hosts.values())
 
 
-
 async def test_a_long_shipment_does_not_hold_up_a_short_one(remote_kind: str) -> None:
     long, short = MemoryHost(), MemoryHost()
     offer = make_offer(4 * MANY_TOKENS, id=AttemptId("long", 1))
