@@ -39,7 +39,7 @@ from kvtransfer.receiver_links import ReceiverLinks
 from kvtransfer.receiving_end import run_receiving_end
 from kvtransfer.sender import ShipSender, ShipSummary
 from kvtransfer.sender_link import Linked, SenderLink
-from kvtransfer.sending_end import PEER, run_sending_end
+from kvtransfer.sending_end import run_sending_end
 from kvtransfer.staging import StagingSegment, UncreditedBytes
 from kvtransfer.transport import BlockSource, OpenHost, ReceiveOptions, SendOptions, ShipEvent
 from proto.kvferry.v1 import ship_pb2
@@ -79,7 +79,8 @@ class GrpcShipment:
 
     async def ship(self, sender: ShipSender, source: BlockSource, events: asyncio.Queue[ShipEvent]) -> ShipSummary:
         """As `ShipTransport.ship`. Cancelling it cancels the call, and the receiver releases its reservation."""
-        async with bounded_silence(sender.offer.progress_timeout_s, PEER):
+        peer = f"the receiver at {self._channel.target}"
+        async with bounded_silence(sender.offer.progress_timeout_s, peer):
             linked = await self._link.agreed()
         max_frame_bytes = min(self._options.max_frame_bytes, linked.max_frame_bytes)
         options = dataclasses.replace(self._options, max_frame_bytes=max_frame_bytes)

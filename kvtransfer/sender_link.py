@@ -142,7 +142,9 @@ class SenderLink:
 
     async def _greet(self, call: Any, hello: Hello) -> Welcome:
         timeout_s = min(hello.progress_timeout_s, CONNECT_TIMEOUT_S)
-        async with bounded_silence(timeout_s, PEER):  # also of one that takes connections and no more
+        async with bounded_silence(
+            timeout_s, f"the receiver at {self._channel.target}"
+        ):  # also of one that takes connections and no more
             with suppress(asyncio.InvalidStateError):  # refused already: the read raises the status
                 await call.write(ship_pb2.LinkRequest(hello=hello_to_pb(hello)))
             message = await read_with_progress_deadline(call, hello.progress_timeout_s, PEER)
