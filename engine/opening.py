@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from engine.core import EngineCore, EngineLimits
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 MAX_STEP_S = 60.0
 """A step that takes longer than this counts as stuck: heartbeats stop and peers give the worker up."""
 
+LOWEST_PRIORITY = 19
 MEASURED_TOKENS, MEASURED_BLOCKS = 64, 8
 """How much is computed and copied at start to choose between recompute and swap."""
 
@@ -66,9 +68,16 @@ def open_core(config: Config, *, digests: bool = False) -> EngineCore:
         digests=digests,
         check_integrity=engine.check_integrity,
     )
-    threading.Thread(target=runner.populate, name="kvferry-populate", daemon=True).start()
+    threading.Thread(target=_populate, args=(runner,), name="kvferry-populate", daemon=True).start()
     _log_pool(runner, limits)
     return EngineCore(runner, limits)
+
+
+def _populate(runner: Runner) -> None:
+    """Brings in the pool's pages behind everything else that this machine has to do."""
+    with suppress(AttributeError, OSError):  # where a thread has no priority of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+    runner.populate()
 
 
 def _log_pool(runner: Runner, limits: EngineLimits) -> None:
