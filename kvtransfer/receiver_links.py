@@ -12,7 +12,6 @@ import logging
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.errors import FailedPrecondition, InvalidArgument, Unavailable
@@ -34,37 +33,27 @@ logger = logging.getLogger(__name__)
 PEER = "the sender at the other end of the link"
 
 
-@dataclass(frozen=True, slots=True)
-class _Link:
-    """An open link."""
-
-    hello: Hello
-    segment: StagingSegment | None
-
-
 class ReceiverLinks:
     """The links of one receiving process in its life `epoch`."""
 
     def __init__(self, terms: LinkTerms, epoch: int) -> None:
         self._terms = terms
         self._epoch = epoch
-        self._links: dict[int, _Link] = {}
-        self._staging_bytes = 0
+        self._segments: dict[int, StagingSegment | None] = {}  # one entry a link
 
     def __len__(self) -> int:
-        return len(self._links)
+        return len(self._segments)
 
     @property
     def staging_bytes(self) -> int:
         """Memory of all staging segments together."""
-        return self._staging_bytes
+        return sum(segment.num_bytes for segment in self._segments.values() if segment is not None)
 
     def segment(self, link_id: int) -> StagingSegment | None:
         """Where the payloads of a link lie; None where they travel in messages. FailedPrecondition once it ended."""
-        link = self._links.get(link_id)
-        if link is None:
+        if link_id not in self._segments:
             raise FailedPrecondition(f"link {link_id:x} is not open here (any more)")
-        return link.segment
+        return self._segments[link_id]
 
     async def serve(self, context: Context, hello_timeout_s: float) -> None:
         """One Link call from its first message to its end."""
@@ -91,16 +80,15 @@ class ReceiverLinks:
         agreement = agree(hello, self._terms)
         segment = self._new_segment(hello, agreement)
         link_id = secrets.randbits(63) | 1
-        self._links[link_id] = _Link(hello, segment)
+        self._segments[link_id] = segment
         transport = Transport.GRPC if segment is None else Transport.SHARED_MEMORY
         log_event(logger, "link_opened", sender=hello.worker_id, transport=transport.value, link_id=f"{link_id:x}")
         try:
             name = None if segment is None else segment.name
             yield Welcome(agreement.wire_version, self._epoch, link_id, transport, agreement.max_frame_bytes, name)
         finally:
-            del self._links[link_id]
+            del self._segments[link_id]
             if segment is not None:
-                self._staging_bytes -= segment.num_bytes
                 segment.close()
             log_event(logger, "link_closed", sender=hello.worker_id, link_id=f"{link_id:x}")
 
@@ -112,16 +100,14 @@ class ReceiverLinks:
         room = min(self._terms.peer_bytes, hello.max_inflight_bytes or self._terms.peer_bytes)
         num_bytes = max(room, slot_bytes) + 2 * HEADER_BYTES
         try:
-            if self._staging_bytes + num_bytes > self._terms.max_staging_bytes:
+            if self.staging_bytes + num_bytes > self._terms.max_staging_bytes:
                 raise Unavailable(
-                    f"transfer.max_staging_bytes: {self._terms.max_staging_bytes} bytes, {self._staging_bytes} in use, "
+                    f"transfer.max_staging_bytes: {self._terms.max_staging_bytes} bytes, {self.staging_bytes} in use, "
                     f"{num_bytes} more are wanted"
                 )
-            segment = StagingSegment(num_bytes)
+            return StagingSegment(num_bytes)
         except Unavailable as error:
             if Transport.GRPC not in hello.transports or Transport.GRPC not in self._terms.transports:
                 raise
             log_event(logger, "no_staging", level=logging.WARNING, sender=hello.worker_id, reason=error.message)
             return None
-        self._staging_bytes += num_bytes
-        return segment
