@@ -177,7 +177,7 @@ class EngineConfig(_Frozen):
     kv_memory_bytes: int | None = Field(default=None, ge=1 << 16)
     """Memory of the pool; when unset, a part of the machine's or container's, which `kvferry up` divides among its
     engines."""
-    max_batched_tokens: int = Field(default=512, ge=1)
+    max_batched_tokens: int = Field(default=256, ge=1)
     """Token budget of a step."""
     max_chunk_tokens: int | None = Field(default=None, ge=1)
     """Tokens of one prompt in a step; the token budget when unset."""

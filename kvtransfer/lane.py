@@ -19,8 +19,10 @@ from kvtransfer.budget import PeerBudget, ShipRank
 from kvtransfer.messages import BlockFrame, BlockFrames, Region, SenderMessage, StagedFrames
 from kvtransfer.staging import StagingView
 
-MAX_STAGED_BATCH = 32
+MAX_STAGED_BATCH = 24
 """Frames of one message: a message costs as much as copying several blocks."""
+MAX_STAGED_BATCH_BYTES = 8 << 20
+"""Slots of one message: what is copied in must still be in a processor's cache when it is copied out."""
 MAX_INLINE_BYTES = 3 << 19
 """Payload of a message of several frames: at this size it costs little more than its bytes."""
 SLOTS_SHARE = 2
@@ -114,7 +116,8 @@ class StagedLane:
         self._rank = rank
         self._view = view
         self._max_frames = max(1, view.num_slots // SLOTS_SHARE)
-        self.max_batch_frames = min(MAX_STAGED_BATCH, max(1, self._max_frames // 2))  # one is copied, one is filled
+        max_frames = min(MAX_STAGED_BATCH, MAX_STAGED_BATCH_BYTES // view.slot_bytes, self._max_frames // 2)
+        self.max_batch_frames = max(1, max_frames)  # half: one message is copied out while another is filled
         self._staged: deque[Region] = deque()  # oldest first; at most `_max_frames`
         self._payloads: list[bytes | memoryview] = []  # of those staged last, still to be copied
         self._taken_at_s = 0.0
