@@ -56,8 +56,18 @@ WARM_UP_S = 5.0
 SETTLE_S = 2.0
 """Between the first shipment and the first step that counts."""
 MB_PER_S = 100.0
+CHUNK_BLOCKS = 16
+"""Blocks that are there at once: those of one chunk of 256 tokens, the default step of a prefill worker."""
 START_TIMEOUT_S = 120.0
 KINDS = ("without", "with")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """How blocks arrive: `chunk_blocks` at once, as often as `mb_per_s` asks for."""
+
+    mb_per_s: float = MB_PER_S
+    chunk_blocks: int = CHUNK_BLOCKS
 
 
 @dataclass(slots=True)
@@ -104,6 +114,7 @@ class Figures:
     transport: str
     num_clients: int
     period_s: float
+    chunk_blocks: int
     mb_per_s: Spread
     comparisons: tuple[Comparison, ...]
 
@@ -119,10 +130,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=NUM_ROUNDS, help=f"of two periods; default {NUM_ROUNDS}")
     parser.add_argument("--period", type=float, default=PERIOD_S, metavar="S", help=f"default {PERIOD_S:g} s")
     parser.add_argument("--rate", type=float, default=MB_PER_S, metavar="MB/S", help=f"default {MB_PER_S:g}")
+    parser.add_argument(
+        "--chunk", type=int, default=CHUNK_BLOCKS, metavar="BLOCKS", help=f"that arrive at once; default {CHUNK_BLOCKS}"
+    )
     add_json_option(parser)
     options = parser.parse_args(arguments)
     try:
-        figures = measure(options.transport, options.rounds, options.period, options.rate, Reporter())
+        arrival = Arrival(options.rate, options.chunk)
+        figures = measure(options.transport, options.rounds, options.period, arrival, Reporter())
     except KvferryError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 1
@@ -132,28 +147,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_receive() -> dict[str, object]:
     """As `python -m bench` does."""
-    return dataclasses.asdict(measure("auto", NUM_ROUNDS, PERIOD_S, MB_PER_S, Reporter()))
+    return dataclasses.asdict(measure("auto", NUM_ROUNDS, PERIOD_S, Arrival(), Reporter()))
 
 
-def measure(transport: str, num_rounds: int, period_s: float, mb_per_s: float, report: Reporter) -> Figures:
+def measure(transport: str, num_rounds: int, period_s: float, arrival: Arrival, report: Reporter) -> Figures:
     """Rounds of one period without and one with arriving blocks, in alternating order."""
     config = load_config()
     folder = ModelStore(config.model.cache_path).prepare(config.model.name)
     config = config.replace("model", path=str(folder), dtype=DTYPE).replace("engine", num_threads=1)
     config = config.replace("transfer", transport=transport)
-    periods = run(_measure_periods(config, num_rounds, period_s, mb_per_s, report))
-    return _evaluate(transport, period_s, periods)
+    periods = run(_measure_periods(config, num_rounds, period_s, arrival, report))
+    return _evaluate(transport, period_s, arrival, periods)
 
 
 async def _measure_periods(
-    config: Config, num_rounds: int, period_s: float, mb_per_s: float, report: Reporter
+    config: Config, num_rounds: int, period_s: float, arrival: Arrival, report: Reporter
 ) -> dict[str, list[Period]]:
     periods: dict[str, list[Period]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as name:
         steps = Path(name) / "steps"
         async with (
             _running_worker(config, Path(name), steps) as address,
-            _running_sender(address, config.transfer.transport, mb_per_s) as sender,
+            _running_sender(address, config.transfer.transport, arrival) as sender,
             RpcChannel(address) as channel,
         ):
             report("serving")
@@ -202,9 +217,10 @@ class _SenderProcess:
 
 
 @asynccontextmanager
-async def _running_sender(address: str, transport: str, mb_per_s: float) -> AsyncIterator[_SenderProcess]:
+async def _running_sender(address: str, transport: str, arrival: Arrival) -> AsyncIterator[_SenderProcess]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bench.receive_sender", address, transport, str(mb_per_s)),
+        *(sys.executable, "-m", "bench.receive_sender", address, transport),
+        *(str(arrival.mb_per_s), str(arrival.chunk_blocks)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=child_environment(1),
@@ -295,12 +311,13 @@ def _add_steps(file: Path, periods: Sequence[Period]) -> None:
         period.intervals_s = [later[0] - earlier[0] for earlier, later in pairwise(own)]
 
 
-def _evaluate(transport: str, period_s: float, periods: dict[str, list[Period]]) -> Figures:
+def _evaluate(transport: str, period_s: float, arrival: Arrival, periods: dict[str, list[Period]]) -> Figures:
     measures = {"step": "steps_s", "interval": "intervals_s", "itl": "itls_s"}
     return Figures(
         transport,
         NUM_CLIENTS,
         period_s,
+        arrival.chunk_blocks,
         mb_per_s=Spread.of([period.mb_per_s for period in periods["with"]]),
         comparisons=tuple(_compare(name, attribute, periods) for name, attribute in measures.items()),
     )
@@ -325,8 +342,9 @@ def table(figures: Figures) -> Table:
     return Table(
         "receive",
         f"Decode steps with blocks arriving over {figures.transport}",
-        f"{figures.num_clients} clients; {figures.mb_per_s.text(1)} MB/s arrived in the periods with. Step: inside the "
-        "worker. Interval: begin of a step to the begin of the next. ITL: between token messages of a stream, at the "
+        f"{figures.num_clients} clients; {figures.mb_per_s.text(1)} MB/s arrived in the periods with, "
+        f"{figures.chunk_blocks} blocks at once. Step: inside the worker. "
+        "Interval: begin of a step to the begin of the next. ITL: between token messages of a stream, at the "
         "clients. Ratio by round: p99 of the two periods of a round, median and quartiles.",
         ("measure", "p50 ms", "p50 ms, with", "ratio", "p99 ms", "p99 ms, with", "ratio p99", "by round", "values"),
         tuple(

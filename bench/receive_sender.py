@@ -35,7 +35,7 @@ from proto.kvferry.v1 import worker_pb2, worker_pb2_grpc
 
 NUM_AT_ONCE = 4
 """Attempts under way: while some wait for their grant, which is made between two steps, others ship."""
-BLOCKS_PER_ATTEMPT = 90
+BLOCKS_PER_ATTEMPT = 96
 PROGRESS_TIMEOUT_S = 30.0
 LAST_BLOCK_S = 0.1
 """From the reading of an attempt's last block to its end: time to arrive."""
@@ -113,11 +113,14 @@ class _Source:
 class _Sender:
     """Shipments to one worker, for as long as it is entered."""
 
-    def __init__(self, channel: RpcChannel, transport: ShipTransport, layout: KvLayout, bytes_per_s: float) -> None:
+    def __init__(
+        self, channel: RpcChannel, transport: ShipTransport, layout: KvLayout, bytes_per_s: float, chunk_blocks: int
+    ) -> None:
         self._channel = channel
         self._transport = transport
         self._layout = layout
-        self._pacer = _Pacer(layout.block_bytes / bytes_per_s)
+        self._chunk_blocks = chunk_blocks
+        self._pacer = _Pacer(chunk_blocks * layout.block_bytes / bytes_per_s)
         self._pool = BlockPool(layout.block_bytes)
         self._digests = self._pool.digests()
         self._numbers = itertools.count()
@@ -152,10 +155,11 @@ class _Sender:
                 group.create_task(self._ship_until_cancelled(offer, source, events))
 
     async def _compute(self, events: asyncio.Queue[ShipEvent], source: _Source) -> None:
-        """What the engine would say, a block at a time."""
-        for index in range(BLOCKS_PER_ATTEMPT):
+        """What the engine would say, a chunk at a time."""
+        for num_blocks in range(0, BLOCKS_PER_ATTEMPT, self._chunk_blocks):
             await self._pacer.turn()
-            events.put_nowait(TokensComputed((index + 1) * self._layout.block_size))
+            num_computed = min(num_blocks + self._chunk_blocks, BLOCKS_PER_ATTEMPT)
+            events.put_nowait(TokensComputed(num_computed * self._layout.block_size))
         await source.all_read.wait()
         await asyncio.sleep(LAST_BLOCK_S)
         events.put_nowait(CancelShipment())
@@ -167,11 +171,11 @@ class _Sender:
             return
 
 
-async def _serve(address: str, transport: str, mb_per_s: float) -> None:
+async def _serve(address: str, transport: str, mb_per_s: float, chunk_blocks: int) -> None:
     async with RpcChannel(address) as channel:
         layout = layout_from_pb((await heard_from(channel)).capabilities.layout)
         async with opened_transports([transport], address, layout) as transports:
-            sender = _Sender(channel, transports[transport], layout, mb_per_s * 1e6)
+            sender = _Sender(channel, transports[transport], layout, mb_per_s * 1e6, chunk_blocks)
             print("done", flush=True)
             shipping: asyncio.Task[None] | None = None
             while line := (await asyncio.to_thread(sys.stdin.readline)).strip():
@@ -190,7 +194,8 @@ if __name__ == "__main__":
     parser.add_argument("address")
     parser.add_argument("transport")
     parser.add_argument("mb_per_s", type=float)
+    parser.add_argument("chunk_blocks", type=int)
     options = parser.parse_args()
     os.nice(WORKER_NICENESS)  # as prefill workers are
     keep_message_buffers()
-    run(_serve(options.address, options.transport, options.mb_per_s))
+    run(_serve(options.address, options.transport, options.mb_per_s, options.chunk_blocks))
