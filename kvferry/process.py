@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import runpy
@@ -40,7 +41,13 @@ class StopSignals:
 
 
 def print_ready(**fields: object) -> None:
-    """The one line on standard output that tells a supervisor this process serves."""
+    """The one line on standard output that tells a supervisor this process serves.
+
+    What was loaded until now stays for good: the garbage collector need not walk through it again, which would hold up
+    a step for a tenth of a second and more.
+    """
+    gc.collect()
+    gc.freeze()
     sys.stdout.write(json.dumps({"ready": True, "pid": os.getpid(), **fields}) + "\n")
     sys.stdout.flush()
 
