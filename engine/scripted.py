@@ -4,7 +4,7 @@ Simulator and tests use it, and real processes serve it from a folder that holds
 tokenizer.json). It has real block memory. A slot is eight bytes, the digest of the slot before it and its token, so
 equal prefixes have equal blocks, as with a model. When a token is asked for, all slots of the sequence are read through
 its block table and their digest chooses the token: a lost, stale or swapped block anywhere changes what comes out, and
-`reference_continuation` says what had to come out. Stop rules and min_tokens are not applied here.
+`reference_continuation` says what had to come out, `min_tokens` included; stop rules are not applied here.
 """
 
 from __future__ import annotations
@@ -123,11 +123,19 @@ def slots_of(token_ids: Sequence[int]) -> bytes:
     return bytes(slots)
 
 
-def token_of_slots(slots: bytes, config: ScriptConfig, sampling: SamplingParams | None, choice: int) -> int:
-    """The "digest" rule: the digest of all slots, and of seed and choice unless greedy, modulo the vocabulary."""
+def token_of_slots(
+    slots: bytes, config: ScriptConfig, sampling: SamplingParams | None, choice: int, num_output_tokens: int
+) -> int:
+    """The "digest" rule: the digest of all slots, and of seed and choice unless greedy, modulo the vocabulary.
+
+    Before `min_tokens` output tokens an ending one gives way to the next id that ends nothing.
+    """
     noise = b"" if sampling is None or sampling.is_greedy else struct.pack("<QQ", sampling.seed, choice)
     state = int.from_bytes(hashlib.blake2b(slots + noise, digest_size=8).digest(), "little")
-    return config.lowest_token_id + state % (config.vocab_size - config.lowest_token_id)
+    num_ids = config.vocab_size - config.lowest_token_id
+    barred = () if sampling is None or num_output_tokens >= sampling.min_tokens else sampling.ending_token_ids
+    ids = (config.lowest_token_id + (state + step) % num_ids for step in range(num_ids))
+    return next((token_id for token_id in ids if token_id not in barred), config.lowest_token_id)
 
 
 def scripted_logprob(token_id: int) -> float:
@@ -152,8 +160,8 @@ def scripted_next_token(
     sampling: SamplingParams | None = None,
     choice: int = 0,
 ) -> int:
-    """Oracle of mode "digest": the token that follows `token_ids` (greedy where `sampling` is None)."""
-    return token_of_slots(slots_of(token_ids), config, sampling, choice)
+    """Oracle of mode "digest": the first token after the prompt `token_ids` (greedy where `sampling` is None)."""
+    return token_of_slots(slots_of(token_ids), config, sampling, choice, 0)
 
 
 def reference_continuation(
@@ -163,11 +171,11 @@ def reference_continuation(
     sampling: SamplingParams | None = None,
     choice: int = 0,
 ) -> list[int]:
-    """Oracle of mode "digest": the next `num_tokens` tokens, stop rules not applied."""
+    """Oracle of mode "digest": the first `num_tokens` tokens after a prompt, stop rules not applied."""
     slots = bytearray(slots_of(token_ids))
     output: list[int] = []
     for _ in range(num_tokens):
-        output.append(token_of_slots(bytes(slots), config, sampling, choice))
+        output.append(token_of_slots(bytes(slots), config, sampling, choice, len(output)))
         slots += next_slot(bytes(slots[-SLOT_BYTES:]), output[-1])
     return output
 
@@ -239,7 +247,7 @@ class ScriptedRunner:
         elif self.config.mode == "table":
             token_id = self.config.table.get(part.token_ids[-1], part.token_ids[-1])
         else:
-            token_id = token_of_slots(slots, self.config, request.sampling, choice)
+            token_id = token_of_slots(slots, self.config, request.sampling, choice, request.num_output_tokens)
         return SampledToken(token_id, scripted_logprob(token_id) if request.sampling.logprobs else None)
 
     def _slot(self, block_table: Sequence[int], position: int) -> memoryview:

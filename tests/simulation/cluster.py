@@ -1,4 +1,7 @@
-"""One run: a cluster drawn from a seed, its requests, its faults, and what must hold in it and at its end."""
+"""One run: a cluster drawn from a seed, its requests, its faults, and what must hold in it and at its end.
+
+Workers crash, freeze, drain and come back as somebody else; routers crash and freeze. Every router learns of it in its
+own time."""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from tests.simulation.decode_shell import DecodeHost, DecodeWorker
 from tests.simulation.network import PROGRESS_TIMEOUT_NS, Life, LinkFaults, Network
 from tests.simulation.oracle import BLOCK_SIZE, SCRIPT, BlockOracle
 from tests.simulation.prefill_shell import PrefillCall, PrefillWorker
-from tests.simulation.router_shell import Membership, NewLifecycle, Outages, RequestRun
+from tests.simulation.router_shell import LifecycleRun, Membership, NewLifecycle, Outages, RequestRun, Router
 from tests.simulation.shipment import FrameFaults
 from tests.simulation.workload import LEAST_BLOCKS, RequestPlan, draw_requests
 from tests.simulation.world import MS, InvariantViolation, World
@@ -34,6 +37,7 @@ class Parts:
     """What the cluster is made of; tests plant their bugs here."""
 
     new_lifecycle: NewLifecycle = RequestLifecycle
+    new_lifecycle_run: type[LifecycleRun] = LifecycleRun
     new_decode_host: type[DecodeHost] = DecodeHost
     new_prefill_call: type[PrefillCall] = PrefillCall
 
@@ -46,6 +50,8 @@ class FaultPlan:
     frames: FrameFaults
     num_crashes: int
     num_freezes: int
+    num_drains: int
+    num_router_crashes: int
 
     @staticmethod
     def draw(rng: random.Random) -> FaultPlan:
@@ -60,6 +66,8 @@ class FaultPlan:
             ),
             num_crashes=rng.choice((0, 0, 1, 1, 2, 3)),
             num_freezes=rng.choice((0, 0, 0, 1, 2)),
+            num_drains=rng.choice((0, 0, 0, 1, 2)),
+            num_router_crashes=rng.choice((0, 0, 0, 1, 2)),
         )
 
 
@@ -74,7 +82,7 @@ class RunResult:
 
 
 class Cluster:
-    """A router, its workers and its clients, from a seed.
+    """Routers, workers and clients, from a seed.
 
     Args:
         seed: decides everything.
@@ -88,7 +96,6 @@ class Cluster:
         self._plan = FaultPlan.draw(self._rng)
         self._network = Network(self.world, self._plan.link)
         self._oracle = BlockOracle()
-        self._router = Life(self.world, "router", 1)
         self._limits = self._draw_limits()
         self._num_prefill_blocks = LEAST_BLOCKS + self._rng.choice((0, 0, 0, 2, 8))
         self._num_decode_blocks = LEAST_BLOCKS + self._rng.choice((0, 0, 1, 2, 4, 8))
@@ -96,7 +103,8 @@ class Cluster:
         is_local = self._rng.random() < 0.08
         prefill = () if is_local else tuple(f"P{index}" for index in range(self._rng.choice((1, 1, 2, 3))))
         decode = tuple(f"D{index}" for index in range(self._rng.choice((1, 1, 2, 3))))
-        self._membership = Membership(prefill, decode)
+        routers = [f"router{index}" for index in range(self._rng.choice((1, 1, 2, 3)))]
+        self._routers = {name: Router(Life(self.world, name, 1), Membership(prefill, decode)) for name in routers}
         self._outages = Outages()
         self._epochs = 0
         self._workers: dict[str, Worker] = {}
@@ -141,11 +149,19 @@ class Cluster:
         some_core = next(iter(self._workers.values())).core
         for token_ids in plan.computed:
             self._oracle.expect(some_core.hash_root(cache_salt=plan.cache_salt), token_ids)
-        run = RequestRun(plan, self._router, self._network, self._membership, self._outages, self._parts.new_lifecycle)
-        self.world.at(plan.arrival_ns, self._router.run, run.start)
+        run = RequestRun(plan, tuple(self._routers.values()), self._network, self._outages, self._parts)
+        self.world.at(plan.arrival_ns, run.start)
         if plan.interruption is not None:
-            self.world.at(plan.interrupted_at_ns, self._router.run, run.interrupt)
+            self.world.at(plan.interrupted_at_ns, self._interrupt, run)
         return run
+
+    def _interrupt(self, run: RequestRun) -> None:
+        """A frozen router learns of it later; a client without a router acts by itself."""
+        router = run.router
+        if router is None:
+            run.interrupt()
+        else:
+            router.life.run(run.interrupt)
 
     # -- faults ------------------------------------------------------------------------------------------------------
 
@@ -156,8 +172,12 @@ class Cluster:
             self.world.at(self.world.below(until_ns), self._crash, self._rng.choice(names))
         for _ in range(self._plan.num_freezes):
             is_router = self._rng.random() < 0.1
-            name = "router" if is_router else self._rng.choice(names)
+            name = self._rng.choice(list(self._routers) if is_router else names)
             self.world.at(self.world.below(until_ns), self._freeze, name)
+        for _ in range(self._plan.num_drains):
+            self.world.at(self.world.below(until_ns), self._drain, self._rng.choice(names))
+        for _ in range(self._plan.num_router_crashes):
+            self.world.at(self.world.below(until_ns), self._crash_router, self._rng.choice(list(self._routers)))
 
     def _crash(self, name: str) -> None:
         life = self._workers[name].life
@@ -170,19 +190,74 @@ class Cluster:
         detect_ns = self.world.below(5 * MS) if is_noticed else PROGRESS_TIMEOUT_NS
         down_ns = self.world.between(1 * MS, 200 * MS)
         self._outages.add(name, self.world.now_ns + down_ns)
-        self.world.after(detect_ns, self._see, name, life.epoch, False)
+        self._tell_routers(detect_ns, detect_ns, name, is_up=False)
         self.world.after(down_ns, self._restart, name)
+
+    def _crash_router(self, name: str) -> None:
+        """Its requests go on elsewhere; it comes back with nothing but its configuration."""
+        router = self._routers[name]
+        if not router.life.is_alive:
+            return
+        self.world.counts["router crashes"] += 1
+        self.world.note(name, "crashes")
+        self._blame_all(router.life, f"{name} crashes")
+        router.crash()
+        self.world.after(self.world.between(1 * MS, 100 * MS), self._restart_router, name)
+
+    def _restart_router(self, name: str) -> None:
+        self.world.note(name, "restarts")
+        router = self._routers[name]
+        router.life = Life(self.world, name, router.life.epoch + 1)
+        for worker in self._workers:
+            router.membership.set_up(worker, is_up=False)
+            self._reach(router, router.life, worker)
+
+    def _reach(self, router: Router, life: Life, name: str) -> None:
+        """A router that has just begun knows a worker when it answers; of what befalls it later it is told."""
+        worker = self._workers[name]
+        if not worker.life.is_alive or worker.is_draining or router.life is not life:
+            return  # it is told when the worker serves again
+        if worker.life.is_frozen:
+            self.world.after(10 * MS, self._reach, router, life, name)
+        else:
+            router.membership.set_up(name, is_up=True)
+
+    def _drain(self, name: str) -> None:
+        """Nothing new; past the grace what still runs moves; then it serves again, or another life takes its place."""
+        worker = self._workers[name]
+        if not worker.life.is_alive or worker.is_draining:
+            return
+        self.world.counts["drains"] += 1
+        self.world.note(name, "drains")
+        worker.is_draining = True
+        grace_ns, rest_ns = self.world.below(20 * MS), self.world.below(50 * MS)
+        self._outages.add(name, self.world.now_ns + grace_ns + rest_ns + PROGRESS_TIMEOUT_NS)
+        self._tell_routers(0, 5 * MS, name, is_up=False)
+        self.world.after(grace_ns, worker.life.run, self._move, worker)
+        self.world.after(grace_ns + rest_ns, worker.life.run, self._end_drain, worker)
+
+    def _move(self, worker: Worker) -> None:
+        self._blame_all(worker.life, f"{worker.life.name} has drained")
+        worker.move_calls()
+
+    def _end_drain(self, worker: Worker) -> None:
+        name = worker.life.name
+        if self.world.happens(0.5):
+            self._crash(name)  # nothing runs there any more
+            return
+        self.world.note(name, "serves again")
+        worker.is_draining = False
+        self._tell_routers(0, 20 * MS, name, is_up=True)
 
     def _restart(self, name: str) -> None:
         self.world.note(name, "restarts")
         self._start(name)
-        life = self._workers[name].life
-        notice_ns = self.world.below(20 * MS)
-        self._outages.add(name, self.world.now_ns + notice_ns)
-        self.world.after(notice_ns, self._see, name, life.epoch, True)
+        self._outages.add(name, self.world.now_ns + 20 * MS)
+        self._tell_routers(0, 20 * MS, name, is_up=True)
 
     def _freeze(self, name: str) -> None:
-        life = self._router if name == "router" else self._workers[name].life
+        is_router = name in self._routers
+        life = self._routers[name].life if is_router else self._workers[name].life
         if not life.is_alive or life.is_frozen:
             return
         is_long = self.world.happens(0.6)
@@ -195,19 +270,27 @@ class Cluster:
         self._outages.add(name, self.world.now_ns + duration_ns + (PROGRESS_TIMEOUT_NS if is_long else 0))
         life.freeze()
         self.world.after(duration_ns, life.thaw)
-        if is_long and name != "router":
-            self.world.after(PROGRESS_TIMEOUT_NS, self._see, name, life.epoch, False)
-            self.world.after(duration_ns + PROGRESS_TIMEOUT_NS, self._see, name, life.epoch, True)
+        if is_long and not is_router:
+            self._tell_routers(PROGRESS_TIMEOUT_NS, PROGRESS_TIMEOUT_NS, name, is_up=False)
+            seen_ns = duration_ns + PROGRESS_TIMEOUT_NS
+            self._tell_routers(seen_ns, seen_ns, name, is_up=True)
 
     def _blame_all(self, life: Life, why: str) -> None:
         for tag in {end.tag: None for end in life.ends}:
             self._network.blame(tag, why)
 
-    def _see(self, name: str, epoch: int, is_up: bool) -> None:
-        """The router learns of a worker; what it learns of an earlier life changes nothing."""
-        life = self._workers[name].life
-        if life.epoch == epoch and (life.is_alive or not is_up):
-            self._membership.set_up(name, is_up)
+    def _tell_routers(self, low_ns: int, high_ns: int, name: str, *, is_up: bool) -> None:
+        """Every router learns of a worker's present life, some time from `low_ns` to `high_ns` from now."""
+        epoch = self._workers[name].life.epoch
+        for router in self._routers.values():
+            self.world.after(self.world.between(low_ns, high_ns), self._see, router, name, epoch, is_up)
+
+    def _see(self, router: Router, name: str, epoch: int, is_up: bool) -> None:
+        """What it learns of an earlier life changes nothing."""
+        worker = self._workers[name]
+        is_wrong = is_up and (not worker.life.is_alive or worker.is_draining)
+        if worker.life.epoch == epoch and not is_wrong:
+            router.membership.set_up(name, is_up=is_up)
 
     # -- running -----------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from kvtransfer.transport import CommitOutcome, Grant
 from router.events import BeamsFound, Committed, Hypothesis, Registered, Tokens
 from tests.simulation.engine_host import Command, EngineHost, PendingCommand
 from tests.simulation.messages import DecodeStart, DecodeStop
-from tests.simulation.network import End, Life, StreamHandler
+from tests.simulation.network import End, Life, StreamHandler, refuse
 from tests.simulation.oracle import BlockOracle
 from tests.simulation.receipt import ShipReceipt
 
@@ -281,6 +281,10 @@ class DecodeCall:
         if finish is not None:
             self._end_choice(choice)
 
+    def move(self) -> None:
+        """The worker drains and waits no longer."""
+        self._finish(Unavailable(f"{self._worker.life.name} is draining"))
+
     def _finish(self, error: KvferryError | None = None) -> None:
         self._end.close(error)
         self._leave()
@@ -313,10 +317,18 @@ class DecodeWorker:
         self.calls: dict[str, DecodeCall] = {}
         self.mailboxes: dict[str, DecodeCall] = {}  # those that still listen to the engine
         self.new_host: type[DecodeHost] = DecodeHost
+        self.is_draining = False
         self._num_arrived = 0
 
+    def move_calls(self) -> None:
+        """Past the grace of a drain: what still runs goes on elsewhere."""
+        for call in list(self.mailboxes.values()):
+            call.move()
+
     def accept(self, method: str, end: End) -> StreamHandler:
-        """A new call."""
+        """A new call; shipments for what runs here still come in while it drains."""
+        if self.is_draining and method == "decode":
+            return refuse(end, self.life)
         return DecodeCall(self, end) if method == "decode" else ShipReceipt(self.life, self.core, end, self.open_host)
 
     def open_host(self, offer: Offer) -> DecodeHost:

@@ -140,6 +140,10 @@ class End:
             self.peer._num_losses += 1
         self._post(self.peer._receive_end, error)
 
+    def blame(self, why: str) -> None:
+        """A fault touches the attempt that it serves."""
+        self._network.blame(self.tag, why)
+
     def give_up(self) -> None:
         """The peer was silent for too long."""
         if not self.is_closed:
@@ -204,6 +208,23 @@ class End:
     def _tell(self, error: KvferryError | None) -> None:
         if self.handler is not None:
             self.handler.on_end(error)
+
+
+class _Deaf:
+    """An end that was closed at once."""
+
+    def on_message(self, message: object) -> None:
+        """Too late."""
+
+    def on_end(self, error: KvferryError | None) -> None:
+        """It has ended here already."""
+
+
+def refuse(end: End, life: Life) -> StreamHandler:
+    """A process that drains takes no new call."""
+    end.blame(f"{life.name} is draining")
+    end.close(Unavailable(f"{life.name} is draining"))
+    return _Deaf()
 
 
 Accept = Callable[[str, End], StreamHandler]

@@ -31,7 +31,7 @@ from prefill_svc.task import (
 from router.events import FirstToken, PrefillDone, ShipTo
 from tests.simulation.engine_host import EngineHost, PendingCommand
 from tests.simulation.messages import PrefillStart
-from tests.simulation.network import PROGRESS_TIMEOUT_NS, End, Life, Network, StreamHandler
+from tests.simulation.network import PROGRESS_TIMEOUT_NS, End, Life, Network, StreamHandler, refuse
 from tests.simulation.oracle import BlockOracle
 from tests.simulation.shipment import FrameFaults, Shipment
 
@@ -185,6 +185,12 @@ class PrefillCall:
             return runner.copy_partial(block_id, num_tokens)
         return runner.block_view(block_id)
 
+    def move(self) -> None:
+        """The worker drains and waits no longer."""
+        error = Unavailable(f"{self._worker.life.name} is draining")
+        self._leave(error)
+        self._end.close(error)
+
     def _leave(self, error: KvferryError | None = None) -> None:
         """The call has ended: first nothing is read any more, then the blocks are freed."""
         if self._is_over:
@@ -220,13 +226,19 @@ class PrefillWorker:
         self.engine = EngineHost(life, core, oracle, before_step=list, deliver=self._deliver)
         self.calls: dict[str, PrefillCall] = {}
         self.new_call: type[PrefillCall] = PrefillCall
+        self.is_draining = False
         self.reship_probability = 0.0  # that a lost shipment is tried again: the receiver must bear it
         self._num_arrived = 0
+
+    def move_calls(self) -> None:
+        """Past the grace of a drain: what still runs goes on elsewhere."""
+        for call in list(self.calls.values()):
+            call.move()
 
     def accept(self, method: str, end: End) -> StreamHandler:
         """A new call."""
         assert method == "prefill"
-        return self.new_call(self, end)
+        return refuse(end, self.life) if self.is_draining else self.new_call(self, end)
 
     def next_arrival(self) -> int:
         self._num_arrived += 1

@@ -1,13 +1,15 @@
-"""The router: real `RequestLifecycle`s in a shell like `router/lifecycle_run.py`, and what the client sees of it all.
+"""The routers: real `RequestLifecycle`s in a shell like `router/lifecycle_run.py`, and what the client sees of it all.
 
 A request has one lifecycle, or after a split one for each choice that is not over. What workers send becomes an event a
-little later, so events of an attempt may arrive after it was given up.
+little later, so events of an attempt may arrive after it was given up. When its router crashes, the client goes on at
+another one with the tokens that reached it, as `kvferry.Client` does.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Protocol
 
 from kvferry.errors import Cancelled, FailedPrecondition, KvferryError, NotFound, Unavailable
 from kvferry.sampling import Finish, FinishKind
@@ -44,7 +46,7 @@ from router.events import (
 )
 from router.lifecycle import DEFAULT_MAX_ATTEMPTS, RequestLifecycle
 from tests.simulation.messages import DecodeStart, DecodeStop, PrefillStart
-from tests.simulation.network import End, Life, Network
+from tests.simulation.network import PROGRESS_TIMEOUT_NS, End, Life, Network
 from tests.simulation.workload import Interruption, RequestPlan
 from tests.simulation.world import MS, InvariantViolation
 
@@ -56,15 +58,25 @@ RETRY_NS = 10 * MS
 NewLifecycle = Callable[..., RequestLifecycle]
 
 
+class Parts(Protocol):
+    """What of a router tests replace to plant bugs."""
+
+    @property
+    def new_lifecycle(self) -> NewLifecycle: ...
+
+    @property
+    def new_lifecycle_run(self) -> type[LifecycleRun]: ...
+
+
 class Membership:
-    """Which workers the router believes to be there: right, but late."""
+    """Which workers a router believes to be there: right, but late."""
 
     def __init__(self, prefill: tuple[str, ...], decode: tuple[str, ...]) -> None:
         self.prefill = prefill
         self.decode = decode
         self._down: set[str] = set()
 
-    def set_up(self, name: str, is_up: bool) -> None:
+    def set_up(self, name: str, *, is_up: bool) -> None:
         (self._down.discard if is_up else self._down.add)(name)
 
     def ready(self, names: tuple[str, ...], excluding: frozenset[str]) -> list[str]:
@@ -86,6 +98,21 @@ class Outages:
     def is_well(self, name: str, since_ns: int) -> bool:
         """Whether the process was never sick since then."""
         return self._ends_ns.get(name, -1) < since_ns
+
+
+class Router:
+    """One router: its present life and what it believes of the workers. It keeps nothing of a request."""
+
+    def __init__(self, life: Life, membership: Membership) -> None:
+        self.life = life
+        self.membership = membership
+        self.runs: list[RequestRun] = []  # of all its lives, over or not
+
+    def crash(self) -> None:
+        """Its streams break; clients learn of it."""
+        self.life.crash(is_noticed=True)
+        for run in self.runs:
+            run.on_router_lost(self)
 
 
 class WorkerCall:
@@ -140,18 +167,20 @@ class RequestRun:
     def __init__(
         self,
         plan: RequestPlan,
-        life: Life,
+        routers: tuple[Router, ...],
         network: Network,
-        membership: Membership,
         outages: Outages,
-        new_lifecycle: NewLifecycle,
+        parts: Parts,
     ) -> None:
         self.plan = plan
-        self.life = life
         self.network = network
-        self.membership = membership
         self.outages = outages
-        self.new_lifecycle = new_lifecycle
+        self.new_lifecycle = parts.new_lifecycle
+        self.new_lifecycle_run = parts.new_lifecycle_run
+        self._routers = routers
+        self._router: Router | None = None  # that serves it now
+        self._num_routers_lost = 0
+        self._num_fresh: list[int] = [0 for _ in plan.choices]  # tokens of the last emission, which may be lost
         self.attempts = itertools.count(1)
         self.started_at_ns: dict[int, int] = {}  # by attempt
         self.received: list[list[int]] = [[] for _ in plan.choices]
@@ -160,7 +189,7 @@ class RequestRun:
         self.error: KvferryError | None = None
         self.ended_at_ns = 0
         self.is_interrupted = False
-        self._world = life.world
+        self._world = network.world
         self._parts: list[LifecycleRun] = []
         self._clear_at_ns = 0
         self._stops_told: set[int] = set()
@@ -177,15 +206,71 @@ class RequestRun:
     def num_attempts(self) -> int:
         return len(self.started_at_ns)
 
+    @property
+    def router(self) -> Router | None:
+        """The one that serves it; None while the client looks for one."""
+        return self._router
+
+    @property
+    def served_by(self) -> Router:
+        assert self._router is not None, "a lifecycle runs on a router"
+        return self._router
+
+    @property
+    def router_made_id(self) -> str:
+        """Every router makes its own."""
+        return f"{self.plan.request_id}.{self._num_routers_lost}" if self._num_routers_lost else self.plan.request_id
+
     def start(self) -> None:
-        """The client asks."""
-        self._parts.append(LifecycleRun(self))
-        self._parts[0].start()
+        """The client asks some router that is there; again a little later where none is."""
+        if self.error is not None:
+            return
+        there = [router for router in self._routers if router.life.is_alive]
+        if not there:
+            self._world.after(RETRY_NS, self.start)
+            return
+        self._router = there[self._world.below(len(there))]
+        self._router.runs.append(self)
+        self._router.life.run(self._begin, self._router.life)
+
+    def _begin(self, life: Life) -> None:
+        """The router takes the request, or what the client says is left of it."""
+        if self._router is None or life is not self._router.life or self._parts:
+            return  # that router is gone
+        tokens_so_far = {
+            choice: tuple(received) for choice, received in enumerate(self.received) if choice not in self.finishes
+        }
+        if not self.finishes and not any(tokens_so_far.values()):
+            self._parts = [self.new_lifecycle_run(self)]
+        else:
+            self._parts = [self._resumed(choice, tokens) for choice, tokens in tokens_so_far.items()]
+        for part in tuple(self._parts):
+            part.start()
+
+    def _resumed(self, choice: int, tokens: tuple[int, ...]) -> LifecycleRun:
+        lost = Unavailable("the router before is gone")
+        return self.new_lifecycle_run(self, SplitChoice(choice, tokens, frozenset(), lost))
+
+    def on_router_lost(self, router: Router) -> None:
+        """What went out last may not have reached the client, which learns of it and goes on elsewhere."""
+        if router is not self._router:
+            return
+        self._router, self._parts = None, []
+        if self.has_ended:
+            return
+        self._world.counts["routers lost"] += 1
+        self._num_routers_lost += 1
+        for choice, received in enumerate(self.received):
+            num_lost = self._world.below(self._num_fresh[choice] + 1)
+            if num_lost and choice not in self.finishes:
+                del received[len(received) - num_lost :]
+        self._stops_told.clear()
+        self._world.after(self._world.below(PROGRESS_TIMEOUT_NS), self.start)
 
     def split(self, choices: tuple[SplitChoice, ...], history: list[int]) -> None:
         """Each of these goes on by itself."""
         self._world.counts["splits"] += 1
-        parts = [LifecycleRun(self, choice, history) for choice in choices]
+        parts = [self.new_lifecycle_run(self, choice, history) for choice in choices]
         self._parts += parts
         for part in parts:
             part.start()
@@ -195,6 +280,9 @@ class RequestRun:
         if self.has_ended:
             return
         self.is_interrupted = True
+        if not self._parts:  # it looks for a router
+            self.fail(Cancelled("the client left"))
+            return
         match self.plan.interruption:
             case Interruption.CLIENT_GONE:
                 self._tell_all(ClientGone(Cancelled("the client left")))
@@ -206,7 +294,7 @@ class RequestRun:
     def when_clear(self, call: Callable[[Event], None], event: Event) -> None:
         """Has an event from a worker handled a little later, in the order of arrival."""
         self._clear_at_ns = max(self._world.now_ns + int(500_000 * self._world.random() ** 4), self._clear_at_ns)
-        self._world.at(self._clear_at_ns, self.life.run, call, event)
+        self._world.at(self._clear_at_ns, self.served_by.life.run, call, event)
 
     def _tell_all(self, event: Event) -> None:
         for part in tuple(self._parts):
@@ -222,11 +310,12 @@ class RequestRun:
         if action.token_index != len(received):
             raise InvariantViolation(f"{name}: token {action.token_index} after {len(received)}")
         received.extend(action.token_ids)
+        self._num_fresh[action.choice] = len(action.token_ids)
         due = self.plan.choices[action.choice].expected[: len(received)]
         if tuple(received) != due:
             raise InvariantViolation(f"{name}: emitted {received}, right are {list(due)}")
         self._world.counts["tokens"] += len(action.token_ids)
-        self._look_for_stop(action.choice)
+        self.look_for_stop(action.choice)
 
     def finish(self, choice: int, finish: Finish, cumulative_logprob: float | None) -> None:
         """A choice ends."""
@@ -250,13 +339,13 @@ class RequestRun:
         self.ended_at_ns = self._world.now_ns
         self._tell_all(ClientGone(error))
 
-    def _look_for_stop(self, choice: int) -> None:
+    def look_for_stop(self, choice: int) -> None:
         """The text plane finds the stop string at once, or somewhat later."""
         if not self._has_stop(choice) or choice in self._stops_told:
             return
         self._stops_told.add(choice)
         delay_ns = 0 if self._world.happens(0.5) else self._world.below(3 * MS)
-        self.life.after(delay_ns, self._tell_stop, choice)
+        self.served_by.life.after(delay_ns, self._tell_stop, choice)
 
     def _has_stop(self, choice: int) -> bool:
         stop_after = self.plan.choices[choice].stop_after
@@ -285,9 +374,12 @@ class LifecycleRun:
     def __init__(self, run: RequestRun, resumes: SplitChoice | None = None, history: list[int] | None = None) -> None:
         self._run = run
         self._plan = run.plan
-        self._world = run.life.world
+        self._life = run.served_by.life
+        self._world = self._life.world
         self._network = run.network
-        self._membership = run.membership
+        self._membership = run.served_by.membership
+        self._request_id = run.router_made_id
+        self._resumes = resumes
         self._history = list(history or ())  # all attempts that served its choices
         self._num_before = len(self._history)
         self._lifecycle = run.new_lifecycle(
@@ -297,15 +389,26 @@ class LifecycleRun:
             is_beam_search=run.plan.beam is not None,
             resumes=resumes,
             attempts=run.attempts,
-            local_prefill=not run.membership.prefill,
+            local_prefill=not self._membership.prefill,
         )
         self._calls: dict[WorkerCall, None] = {}
         self._prefill: dict[int, WorkerCall] = {}  # by attempt
         self._decode: dict[int, WorkerCall] = {}
 
     def start(self) -> None:
-        if not self._lifecycle.ended:
-            self._perform(self._lifecycle.start())
+        """Begins; a choice whose end did not reach the client ends at once."""
+        if self._lifecycle.ended:
+            return
+        if self._resumes is not None:
+            choice, token_ids = self._resumes.choice, self._resumes.token_ids
+            finish = self._plan.sampling.finish_after(token_ids[-1], len(token_ids)) if token_ids else None
+            if finish is not None:
+                self._run.finish(choice, finish, None)
+                return
+        self._perform(self._lifecycle.start())
+        for choice in self._lifecycle.choices:
+            if not self._lifecycle.ended:
+                self._run.look_for_stop(choice)
 
     def post(self, event: Event) -> None:
         """Takes an event from a call."""
@@ -373,9 +476,9 @@ class LifecycleRun:
     def _spec(self, attempt: int, token_ids: tuple[int, ...]) -> SequenceSpec:
         plan, choices = self._plan, self._lifecycle.choices
         return SequenceSpec(
-            AttemptId(plan.request_id, attempt),
+            AttemptId(self._request_id, attempt),
             token_ids,
-            len(plan.prompt),
+            self._num_prompt_tokens(token_ids),
             plan.sampling,
             tier_rank=plan.tier_rank,
             cache_salt=plan.cache_salt,
@@ -384,11 +487,15 @@ class LifecycleRun:
             beam=plan.beam,
         )
 
+    def _num_prompt_tokens(self, token_ids: tuple[int, ...]) -> int:
+        """Where the output begins, in a resume too."""
+        return len(self._plan.prompt)
+
     def _open(
         self, worker: str, method: str, attempt: int, message: object, failed: Callable[[int, KvferryError], Event]
     ) -> WorkerCall:
         call = WorkerCall(self, attempt, failed)
-        call.end = self._network.connect(self._run.life, worker, method, call, self._seq_id(attempt))
+        call.end = self._network.connect(self._life, worker, method, call, self._seq_id(attempt))
         call.end.send(message)
         self._calls[call] = None
         return call
@@ -401,12 +508,12 @@ class LifecycleRun:
         decode = self._membership.ready(self._membership.decode, action.excluding) if action.needs_decode else [""]
         if prefill and decode:
             chosen = WorkersChosen(self._one_of(prefill), self._one_of(decode))
-            self._run.life.after(self._world.below(200_000), self._handle_if_attempt, action.attempt, chosen)
+            self._life.after(self._world.below(200_000), self._handle_if_attempt, action.attempt, chosen)
         elif self._world.now_ns > until_ns:
             self.handle(NoWorkers(Unavailable("no pair of workers")))
         else:
             self._world.counts["waits for workers"] += 1
-            self._run.life.after(RETRY_NS, self._choose, action, until_ns)
+            self._life.after(RETRY_NS, self._choose, action, until_ns)
 
     def _one_of(self, names: list[str]) -> str | None:
         return names[self._world.below(len(names))] or None
@@ -418,7 +525,7 @@ class LifecycleRun:
     # -- what may fail -----------------------------------------------------------------------------------------------
 
     def _seq_id(self, attempt: int) -> str:
-        return AttemptId(self._plan.request_id, attempt).seq_id
+        return AttemptId(self._request_id, attempt).seq_id
 
     def _check_fault(self, attempt: int) -> None:
         """An attempt that failed was touched by a fault."""

@@ -41,6 +41,7 @@ from tests.simulation.cluster import Parts
 from tests.simulation.decode_shell import DecodeHost
 from tests.simulation.oracle import BLOCK_SIZE
 from tests.simulation.prefill_shell import PrefillCall
+from tests.simulation.router_shell import LifecycleRun
 from tests.simulation.sweep import first_failure
 
 
@@ -116,6 +117,32 @@ class RepeatsAsGroup(RequestLifecycle):
         return choose
 
 
+class CountsOutputFromTheResume(LifecycleRun):
+    """A resumed request's output so far counts as prompt: what depends on the number of output tokens goes wrong."""
+
+    def _num_prompt_tokens(self, token_ids: tuple[int, ...]) -> int:
+        return len(token_ids)
+
+
+class MistakesTheBoundary(LifecycleRun):
+    """A resume counts one token of the prompt as output; only min_tokens and max_tokens can show it."""
+
+    def _num_prompt_tokens(self, token_ids: tuple[int, ...]) -> int:
+        num_prompt_tokens = super()._num_prompt_tokens(token_ids)
+        return num_prompt_tokens - 1 if len(token_ids) > num_prompt_tokens > 1 else num_prompt_tokens
+
+
+class TakesLateBlocks(DecodeHost):
+    """A shipment of an attempt that has ended still gets its blocks written, and is verified against the old table."""
+
+    def _block(self, block_index: int) -> memoryview:
+        assert self._reservation is not None
+        return self.worker.core.runner.block_view(self._reservation.block_ids[block_index])
+
+    def _check_open(self) -> None:
+        pass
+
+
 class WritesAfterClose(DecodeHost):
     """Blocks are freed while the receiver still writes."""
 
@@ -186,6 +213,21 @@ class KeepsOldTable(PrefillCall):
         pytest.param(Parts(new_lifecycle=WaitsForEver), 50, "never ended", id="failure ignored"),
         pytest.param(Parts(new_lifecycle=MixesChoices), 150, "right are|token . after", id="choices mixed"),
         pytest.param(Parts(new_lifecycle=RepeatsAsGroup), 150, "right are|token . after|never", id="no split"),
+        pytest.param(
+            Parts(new_lifecycle_run=CountsOutputFromTheResume),
+            10,
+            "no fault had touched|right are|never",
+            id="output counted as prompt",
+        ),
+        pytest.param(
+            Parts(new_lifecycle_run=MistakesTheBoundary),
+            10,
+            "no fault had touched|right are|never",
+            id="wrong boundary",
+        ),
+        pytest.param(
+            Parts(new_decode_host=TakesLateBlocks), 200, "contents are wrong|right are", id="late block accepted"
+        ),
         pytest.param(Parts(new_decode_host=WritesAfterClose), 100, "which was freed", id="writes freed blocks"),
         pytest.param(Parts(new_decode_host=TrustsDigests), 100, "is published|right are", id="digest ignored"),
         pytest.param(
@@ -213,6 +255,21 @@ def test_blocks_published_before_they_are_computed_are_found(monkeypatch: pytest
 
     monkeypatch.setattr(BlockManager, "publish", publish_early)
     _assert_found(Parts(), 10, "contents are wrong")
+
+
+def test_a_block_that_is_freed_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only blocks that somebody else still holds; of others the pool itself would complain."""
+    remove = EngineCore.remove
+
+    def remove_twice(self: EngineCore, seq_id: str) -> list[Sequence]:
+        sequence = self.sequences.get(seq_id)
+        held = [] if sequence is None else list(sequence.held_blocks)
+        removed = remove(self, seq_id)
+        self.pool.free([block_id for block_id in held if self.pool.ref_count(block_id)])
+        return removed
+
+    monkeypatch.setattr(EngineCore, "remove", remove_twice)
+    _assert_found(Parts(), 100, "holders|freed more often|was freed")
 
 
 def test_a_reservation_that_is_never_released_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +306,7 @@ def test_shipping_a_parked_prompt_before_it_is_computed_again_is_found(monkeypat
         return [*outputs, SequenceRestored(chunk.sequence.owner_id, 0)] if is_recalled else outputs
 
     monkeypatch.setattr(EngineCore, "_process", process_early)
-    _assert_found(Parts(), 100, "contents are wrong|right are")
+    _assert_found(Parts(), 100, "contents are wrong|right are|no fault had touched")
 
 
 def test_preempted_beams_that_share_too_much_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

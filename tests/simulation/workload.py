@@ -144,6 +144,11 @@ def _draw_choices(rng: random.Random, prompt: tuple[int, ...], max_tokens: int) 
     free = SamplingParams(max_tokens, temperature=0.0 if is_greedy else 1.0, seed=int(rng.random() * 2**32))
     outputs = [reference_continuation(prompt, max_tokens, SCRIPT, free, choice=choice) for choice in range(num_choices)]
     sampling = _with_ending_token(rng, free, rng.choice(outputs))
+    if sampling is not free and rng.random() < 0.5:
+        sampling = replace(sampling, min_tokens=int(rng.random() * (max_tokens + 1)))
+        outputs = [
+            reference_continuation(prompt, max_tokens, SCRIPT, sampling, choice=choice) for choice in range(num_choices)
+        ]
     choices = tuple(_plan_choice(rng, output, sampling) for output in outputs)
     return AnswerPlan(sampling, choices, tuple((*prompt, *choice.expected) for choice in choices))
 

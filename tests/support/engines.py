@@ -125,11 +125,11 @@ def make_sequence(
 def expected_tokens(
     prompt: SequenceOf[int], sampling: SamplingParams, choice: int = 0, *, window: int | None = None
 ) -> list[int]:
-    """Output of one choice, stop rules applied; min_tokens are not."""
+    """Output of one choice, stop rules and min_tokens applied."""
     slots, output = bytearray(slots_of(prompt)), list[int]()
     first = 0 if window is None else -window * SLOT_BYTES
     while not output or sampling.finish_after(output[-1], len(output)) is None:
-        output.append(token_of_slots(bytes(slots[first:]), DEFAULT_SCRIPT_CONFIG, sampling, choice))
+        output.append(token_of_slots(bytes(slots[first:]), DEFAULT_SCRIPT_CONFIG, sampling, choice, len(output)))
         slots += next_slot(bytes(slots[-SLOT_BYTES:]), output[-1])
     return output
 
