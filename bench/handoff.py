@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from bench.paging.tables import Table
-from bench.report import Reporter, Spread, add_json_option, write
+from bench.report import Reporter, Spread, add_json_option, at_least_one, write
 from bench.spans import RecordedSpan, SpanCollector, collecting_spans
 from kvferry.client import Client, GenerateOptions
 from kvferry.cluster import LocalCluster
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     known = ", ".join(TRANSPORTS)
     parser.add_argument("--transports", type=_names, default=TRANSPORTS, metavar="A,B", help=f"default {known}")
-    parser.add_argument("--requests", type=int, default=NUM_PAIRS, help=f"of each kind; default {NUM_PAIRS}")
+    parser.add_argument("--requests", type=at_least_one, default=NUM_PAIRS, help=f"of each kind; default {NUM_PAIRS}")
     add_json_option(parser)
     options = parser.parse_args(arguments)
     try:

@@ -36,7 +36,7 @@ import grpc.aio
 
 from bench.paging.tables import Table
 from bench.receive_sender import decoding, heard_from
-from bench.report import Reporter, Spread, add_json_option, percentile, write
+from bench.report import Reporter, Spread, add_json_option, at_least_one, percentile, write
 from kvferry.config import Config, child_environment, load_config, to_toml, write_private
 from kvferry.errors import KvferryError
 from kvferry.model_store import ModelStore
@@ -127,11 +127,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="example: python -m bench receive --transport grpc --rounds 5 --json receive.json",
     )
     parser.add_argument("--transport", default="auto", help="transfer.transport of sender and worker; default auto")
-    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS, help=f"of two periods; default {NUM_ROUNDS}")
+    parser.add_argument("--rounds", type=at_least_one, default=NUM_ROUNDS, help=f"of two periods; default {NUM_ROUNDS}")
     parser.add_argument("--period", type=float, default=PERIOD_S, metavar="S", help=f"default {PERIOD_S:g} s")
     parser.add_argument("--rate", type=float, default=MB_PER_S, metavar="MB/S", help=f"default {MB_PER_S:g}")
     parser.add_argument(
-        "--chunk", type=int, default=CHUNK_BLOCKS, metavar="BLOCKS", help=f"that arrive at once; default {CHUNK_BLOCKS}"
+        "--chunk",
+        type=at_least_one,
+        default=CHUNK_BLOCKS,
+        metavar="BLOCKS",
+        help=f"that arrive at once; default {CHUNK_BLOCKS}",
     )
     add_json_option(parser)
     options = parser.parse_args(arguments)

@@ -50,6 +50,14 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
+def at_least_one(text: str) -> int:
+    """Type of an option that counts something."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
 def add_json_option(parser: argparse.ArgumentParser) -> None:
     """Adds --json."""
     parser.add_argument("--json", metavar="FILE", help="write the figures there; - for standard output, without tables")

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from bench.paging.tables import Table
-from bench.report import Reporter, Spread, add_json_option, write
+from bench.report import Reporter, Spread, add_json_option, at_least_one, write
 from bench.transfer_receiver import BARE_SERVICE, DROP, EPOCH, LAYOUTS, POOL, BlockPool
 from kvferry.block_digest import block_digest
 from kvferry.config import TransferConfig
@@ -59,6 +59,8 @@ STREAMS = (1, 4, 16)
 NUM_ROUNDS = 7
 SHIPMENT_BYTES = 32 << 20
 """Of one shipment, about: 1,450 tokens of SmolLM2-135M in bfloat16."""
+MAX_SHIPMENT_MIB = 512
+"""The pools'."""
 NUM_SHIPMENTS = 16
 """Of one measurement: once around the pool."""
 COPY, DIGEST, BARE, BARE_POOLS = "copy", "digest", "bare", "bare, pools"
@@ -158,17 +160,24 @@ def _parser() -> argparse.ArgumentParser:
         "--streams", type=_numbers, default=STREAMS, metavar="A,B", help=f"at the same time; at most {NUM_SHIPMENTS}"
     )
     parser.add_argument("--transports", type=_transports, default=TRANSPORTS, metavar="A,B", help=", ".join(TRANSPORTS))
-    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS, help=f"default {NUM_ROUNDS}")
+    parser.add_argument("--rounds", type=at_least_one, default=NUM_ROUNDS, help=f"default {NUM_ROUNDS}")
     parser.add_argument("--stored-digests", action="store_true", help="made before, as of blocks that filled earlier")
     parser.add_argument(
         "--shipment-mib",
-        type=int,
+        type=_shipment_mib,
         default=SHIPMENT_BYTES >> 20,
-        help=f"of one shipment, default {SHIPMENT_BYTES >> 20}",
+        help=f"of one shipment, at most {MAX_SHIPMENT_MIB}, default {SHIPMENT_BYTES >> 20}",
     )
     add_json_option(parser)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write plots there, as PNG")
     return parser
+
+
+def _shipment_mib(text: str) -> int:
+    number = at_least_one(text)
+    if number > MAX_SHIPMENT_MIB:
+        raise argparse.ArgumentTypeError(f"must be at most {MAX_SHIPMENT_MIB}, got {number}")
+    return number
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ arrival, and so do preempted sequences among them. Runs on the engine's thread, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from engine.block_pool import Room
@@ -41,6 +42,7 @@ class DecodeAdmission:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._waiting = WaitingQueue()
+        self._registered: set[str] = set()  # whose KV is to arrive; others compute their prompts here
         self._committed: set[str] = set()
         self._new_commits: list[Output] = []  # at most two an attempt, told at the next step
 
@@ -51,11 +53,13 @@ class DecodeAdmission:
     def register(self, sequence: Sequence) -> None:
         """Takes an attempt into the books; it holds no blocks yet. Raises like `EngineCore.add`."""
         self._core.register(sequence)
+        self._registered.add(sequence.seq_id)
 
     def unregister(self, seq_id: str) -> None:
         """Ends an attempt in whatever state it is; an unknown id does nothing."""
         for sequence in self._core.remove(seq_id):
             self._waiting.remove(sequence)
+        self._registered.discard(seq_id)
         self._committed.discard(seq_id)
         self._new_commits = [output for output in self._new_commits if output.seq_id != seq_id]
 
@@ -69,11 +73,14 @@ class DecodeAdmission:
 
         Raises:
             NotFound: the attempt is not registered (any more).
-            FailedPrecondition: the offer is not of this sequence, or another one for it is under way.
+            FailedPrecondition: the offer is not of this sequence, another one for it is under way, or nothing is to
+                arrive for it.
         """
         if seq_id in self._committed:
             return False
         sequence = self._sequence(seq_id)
+        if seq_id not in self._registered:
+            raise FailedPrecondition(f"attempt {seq_id} computes its prompt on this worker")
         if sequence.block_table or sequence in self._waiting:
             raise FailedPrecondition(f"attempt {seq_id} is being shipped already")
         block_size = self._core.layout.block_size
@@ -143,13 +150,14 @@ class DecodeAdmission:
 
         Raises:
             NotFound: the attempt or its reservation is gone.
-            FailedPrecondition: the tokens are not one a choice, or leave nothing to decode.
+            FailedPrecondition: the tokens are not one a choice, are not the model's, or leave nothing to decode.
         """
         if seq_id in self._committed:
             return CommitOutcome.ALREADY_COMMITTED
         sequence = self._sequence(seq_id)
         if sequence.status is not SequenceStatus.RESERVED:
             raise NotFound(f"attempt {seq_id} has no reservation")
+        _check_tokens(first, self._core.runner.vocab_size)
         choices = _choices_left(sequence, first)
         self._committed.add(seq_id)
         num_cached_tokens = sequence.num_cached_tokens or 0
@@ -158,11 +166,24 @@ class DecodeAdmission:
         return CommitOutcome.COMMITTED
 
 
+def _check_tokens(first: list[SampledToken], vocab_size: int) -> None:
+    """They come from another process."""
+    for token in first:
+        if not 0 <= token.token_id < vocab_size:
+            raise FailedPrecondition(
+                f"commit.first_token_ids: {token.token_id}, the vocabulary has {vocab_size} tokens"
+            )
+        if token.logprob is not None and not (math.isfinite(token.logprob) and token.logprob <= 0.0):
+            raise FailedPrecondition(f"commit.first_logprobs: {token.logprob} is no logarithm of a probability")
+
+
 def _choices_left(sequence: Sequence, first: list[SampledToken]) -> tuple[int, ...]:
     """The choices that go on after their first token; a beam search counts as one."""
     if sequence.beam is not None:
         if any(one.logprob is None for one in first):
             raise FailedPrecondition("commit.first_logprobs: missing, and a beam search needs them")
+        if not first or len({one.token_id for one in first}) != len(first):
+            raise FailedPrecondition("commit.first_token_ids: the candidates of a beam search must differ")
         return (sequence.choice,)
     if len(first) != sequence.num_choices:
         raise FailedPrecondition(f"commit.first_token_ids: {len(first)} tokens for {sequence.num_choices} choices")

@@ -69,7 +69,7 @@ class DecodeAttempt:
         """The host for a new shipment; raises FailedPrecondition while another one is under way."""
         self._check_open()
         if self._is_shipping:
-            raise FailedPrecondition(f"attempt {offer.id} is being shipped already")
+            raise FailedPrecondition(f"attempt {offer.id.seq_id} is being shipped already")
         self._is_shipping = True
         return self
 

@@ -174,7 +174,7 @@ class _GrpcReceivingStream:
         message: Any = await self._context.read()
         if message is grpc.aio.EOF:
             return None
-        if isinstance(message, Offer) and message.link_id:
+        if isinstance(message, Offer):
             self._segment = self._links.segment(message.link_id)
         assert isinstance(message, SenderMessage)
         return message

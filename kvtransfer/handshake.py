@@ -155,6 +155,10 @@ def _best_transport(hello: Hello, terms: LinkTerms) -> Transport:
     for transport in hello.transports:
         if transport in terms.transports and (is_one_host or transport is not Transport.SHARED_MEMORY):
             return transport
-    here, there = (", ".join(one.value for one in side) for side in (terms.transports, hello.transports))
+    receiver, sender = (", ".join(one.value for one in side) or "none" for side in (terms.transports, hello.transports))
     hosts = "" if is_one_host else "; shared memory needs one machine, these are two"
-    raise FailedPrecondition(f"transport: {here} here, {there} there{hosts}", field="transfer.transport")
+    raise FailedPrecondition(
+        f"transfer.transport: {receiver} at the decode worker, {sender} at prefill worker {hello.worker_id}{hosts}; "
+        "auto finds what both can",
+        field="transfer.transport",
+    )

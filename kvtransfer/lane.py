@@ -160,13 +160,13 @@ class StagedLane:
         """Their slots are free when the receiver says so."""
 
     def on_taken(self, num_frames: int) -> None:
+        if num_frames == 0:
+            return  # it says nothing, and is no sign of life
         if num_frames > len(self._staged):
             raise FailedPrecondition(
                 f"the receiver sent credit for {num_frames} frames, {len(self._staged)} are staged"
             )
-        for _ in range(num_frames):
-            self._view.free(self._staged.popleft())
-        self._budget.release(num_frames * self._view.slot_bytes)
+        self._give_back(num_frames)
         self._taken_at_s = time.monotonic()
         self._was_taken.set()
 
@@ -174,4 +174,9 @@ class StagedLane:
         return self._taken_at_s if self._staged else None
 
     def close(self) -> None:
-        self.on_taken(len(self._staged))
+        self._give_back(len(self._staged))
+
+    def _give_back(self, num_frames: int) -> None:
+        for _ in range(num_frames):
+            self._view.free(self._staged.popleft())
+        self._budget.release(num_frames * self._view.slot_bytes)

@@ -244,6 +244,9 @@ class ShipReceiver:
         differences = self._layout.differences(offer.layout)
         if differences:
             raise self._refusal(f"another layout: {'; '.join(differences)}")
+        if offer.layout.wire_version > self._layout.wire_version:
+            newest = self._layout.wire_version
+            raise self._refusal(f"wire version: {newest} at most here, {offer.layout.wire_version} there")
         if offer.receiver_epoch != self._epoch:
             raise self._refusal(f"another epoch: {self._epoch} here, {offer.receiver_epoch} there")
         self._state = ReceiverState.GRANTING

@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvferry.errors import FailedPrecondition, InvalidArgument, Unavailable
+from kvferry.errors import FailedPrecondition, InvalidArgument, KvferryError, Unavailable
 from kvferry.rpc import HeartbeatWriter, read_with_progress_deadline
 from kvferry.telemetry import log_event
 from kvtransfer.handshake import Agreement, Hello, LinkTerms, Transport, Welcome, agree
 from kvtransfer.link_codec import hello_from_pb, welcome_to_pb
 from kvtransfer.liveness import HEARTBEATS_PER_TIMEOUT
-from kvtransfer.staging import HEADER_BYTES, StagingSegment
+from kvtransfer.staging import HEADER_BYTES, SLOT_ALIGNMENT_BYTES, StagingSegment
 from proto.kvferry.v1 import ship_pb2, worker_pb2
 
 if TYPE_CHECKING:  # subscripted at type-check time only; at run time the class is not generic
@@ -31,6 +31,8 @@ if TYPE_CHECKING:  # subscripted at type-check time only; at run time the class 
 logger = logging.getLogger(__name__)
 
 PEER = "the sender at the other end of the link"
+SEGMENT_OVERHEAD_BYTES = HEADER_BYTES + SLOT_ALIGNMENT_BYTES
+"""Beside the payloads. Not counted: memory for the shares of so many senders is enough for so many."""
 
 
 class ReceiverLinks:
@@ -46,11 +48,19 @@ class ReceiverLinks:
 
     @property
     def staging_bytes(self) -> int:
-        """Memory of all staging segments together."""
-        return sum(segment.num_bytes for segment in self._segments.values() if segment is not None)
+        """Room for payloads in all staging segments together."""
+        segments = [segment for segment in self._segments.values() if segment is not None]
+        return sum(segment.num_bytes - SEGMENT_OVERHEAD_BYTES for segment in segments)
 
     def segment(self, link_id: int) -> StagingSegment | None:
-        """Where the payloads of a link lie; None where they travel in messages. FailedPrecondition once it ended."""
+        """Where the payloads of a link lie; None where they travel in messages, as they do without a link.
+
+        Raises FailedPrecondition once it has ended, and without a link where nothing but shared memory may be used.
+        """
+        if not link_id:
+            if Transport.GRPC not in self._terms.transports:
+                raise FailedPrecondition("transfer.transport: shm here, and the shipment belongs to no link")
+            return None
         if link_id not in self._segments:
             raise FailedPrecondition(f"link {link_id:x} is not open here (any more)")
         return self._segments[link_id]
@@ -77,8 +87,12 @@ class ReceiverLinks:
     @contextmanager
     def _open(self, hello: Hello) -> Iterator[Welcome]:
         """The link for the length of the block."""
-        agreement = agree(hello, self._terms)
-        segment = self._new_segment(hello, agreement)
+        try:
+            agreement = agree(hello, self._terms)
+            segment = self._new_segment(hello, agreement)
+        except KvferryError as error:
+            log_event(logger, "link_refused", level=logging.WARNING, sender=hello.worker_id, reason=error.message)
+            raise
         link_id = secrets.randbits(63) | 1
         self._segments[link_id] = segment
         transport = Transport.GRPC if segment is None else Transport.SHARED_MEMORY
@@ -98,16 +112,16 @@ class ReceiverLinks:
             return None
         slot_bytes = min(agreement.max_frame_bytes, self._terms.layout.block_bytes)
         room = min(self._terms.peer_bytes, hello.max_inflight_bytes or self._terms.peer_bytes)
-        num_bytes = max(room, slot_bytes) + 2 * HEADER_BYTES
+        num_bytes = max(room, slot_bytes)
         try:
             if self.staging_bytes + num_bytes > self._terms.max_staging_bytes:
                 raise Unavailable(
                     f"transfer.max_staging_bytes: {self._terms.max_staging_bytes} bytes, {self.staging_bytes} in use, "
                     f"{num_bytes} more are wanted"
                 )
-            return StagingSegment(num_bytes)
+            return StagingSegment(num_bytes + SEGMENT_OVERHEAD_BYTES)
         except Unavailable as error:
             if Transport.GRPC not in hello.transports or Transport.GRPC not in self._terms.transports:
                 raise
-            log_event(logger, "no_staging", level=logging.WARNING, sender=hello.worker_id, reason=error.message)
+            log_event(logger, "staging_used_up", level=logging.WARNING, sender=hello.worker_id, reason=error.message)
             return None

@@ -88,6 +88,13 @@ class SenderLink:
             self._task = asyncio.create_task(self._keep(self._opened), context=contextvars.Context())
         return await asyncio.shield(self._opened)
 
+    @property
+    def transport(self) -> Transport | None:
+        """How payloads travel at present; None while there is no link."""
+        opened = self._opened
+        is_open = opened is not None and opened.done() and not opened.cancelled() and opened.exception() is None
+        return opened.result().transport if opened is not None and is_open else None
+
     async def close(self) -> None:
         """Ends the link; shipments that use it fail."""
         task, opened = self._task, self._opened
@@ -108,7 +115,7 @@ class SenderLink:
             raise
         except UnsupportedField:
             if not opened.done():
-                opened.set_result(self._first_version())
+                self._open_first_version(opened)
         except KvferryError as error:
             self._fail(opened, error)
         except Exception as error:  # noqa: BLE001 - shipments wait for `opened` and must learn of it
@@ -121,6 +128,9 @@ class SenderLink:
         if not opened.done():
             opened.set_exception(error)
             opened.exception()  # nobody need be waiting any more
+            log_event(
+                logger, "link_refused", level=logging.WARNING, receiver=self._channel.target, reason=error.message
+            )
         else:
             log_event(logger, "link_lost", level=logging.WARNING, receiver=self._channel.target, reason=error.message)
 
@@ -133,7 +143,14 @@ class SenderLink:
             except FailedPrecondition as error:
                 if Transport.GRPC not in hello.transports:
                     raise
-                log_event(logger, "no_staging", level=logging.INFO, receiver=self._channel.target, reason=error.message)
+                log_event(
+                    logger,
+                    "shared_memory_unusable",
+                    level=logging.WARNING,
+                    receiver=self._channel.target,
+                    reason=error.message,
+                    transport=Transport.GRPC.value,
+                )
                 linked = None
             if linked is not None:
                 await self._keep_alive(call, hello.progress_timeout_s, linked, opened)
@@ -150,7 +167,7 @@ class SenderLink:
             message = await read_with_progress_deadline(call, hello.progress_timeout_s, PEER)
         if message is None or message.WhichOneof("event") != "welcome":
             raise Unavailable("the receiver did not answer the link's hello")
-        return welcome_from_pb(message.welcome)
+        return _checked(welcome_from_pb(message.welcome), hello)
 
     def _linked(self, welcome: Welcome) -> Linked:
         slot_bytes = min(welcome.max_frame_bytes, self._hello.layout.block_bytes)
@@ -169,8 +186,14 @@ class SenderLink:
             view,
         )
 
-    def _first_version(self) -> Linked:
-        return Linked(FIRST_WIRE_VERSION, 0, Transport.GRPC, self._hello.max_frame_bytes, self._inline_budget)
+    def _open_first_version(self, opened: asyncio.Future[Linked]) -> None:
+        if Transport.GRPC not in self._hello.transports:
+            message = f"transfer.transport: {self._channel.target} speaks wire version 1, which knows grpc alone"
+            self._fail(opened, FailedPrecondition(message, field="transfer.transport"))
+            return
+        opened.set_result(
+            Linked(FIRST_WIRE_VERSION, 0, Transport.GRPC, self._hello.max_frame_bytes, self._inline_budget)
+        )
 
     async def _keep_alive(self, call: Any, timeout_s: float, linked: Linked, opened: asyncio.Future[Linked]) -> None:
         writer: HeartbeatWriter[ship_pb2.LinkRequest] = HeartbeatWriter(
@@ -189,3 +212,16 @@ class SenderLink:
         finally:
             if linked.view is not None:
                 linked.view.close()
+
+
+def _checked(welcome: Welcome, hello: Hello) -> Welcome:
+    """Raises FailedPrecondition for an answer that was not among what was offered."""
+    versions = hello.versions
+    if not versions.oldest <= welcome.wire_version <= versions.newest:
+        raise FailedPrecondition(f"wire version: {versions} offered, the receiver chose {welcome.wire_version}")
+    if welcome.transport not in hello.transports:
+        offered = ", ".join(one.value for one in hello.transports)
+        raise FailedPrecondition(f"transfer.transport: {offered} offered, the receiver chose {welcome.transport.value}")
+    if welcome.link_id == 0:
+        raise FailedPrecondition("link_id: 0, which stands for no link")
+    return welcome

@@ -1,7 +1,7 @@
 """Memory between two processes of one machine: the receiver owns it, the sender writes payloads into it.
 
     receiver: create ─► StagingSegment ── pid, fd, token (Welcome) ──► sender: open ─► StagingView, cut into slots
-                              │ payload(region): a view to copy from        │ put(payload): into a free slot
+                              │ payload(region): a view to copy from        │ reserve, write: into a free slot
 
 The segment is an anonymous file (memfd): it has no name that could be left behind, and the kernel frees it when the
 last process that has it open ends, by whatever signal. Its size is sealed, so neither side can make the other fault by

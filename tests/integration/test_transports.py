@@ -75,7 +75,7 @@ async def test_transports_that_do_not_go_together_are_refused_with_both_named(
             request = pair.begin()
             failure = await failure_of(request.prefill)
             assert isinstance(failure, KvferryError)
-            assert f"transport: {decode} here, {prefill} there" in failure.message
+            assert f"transfer.transport: {decode} at the decode worker, {prefill} at prefill worker" in failure.message
             await request.end(Ending.CHANNELS)
         await pair.check_idle()
 

@@ -294,3 +294,36 @@ def test_a_grant_does_not_wait_for_a_lower_tier_or_when_the_other_one_is_gone() 
     admission.unregister("low")
     admission.unregister("high")
     assert admission.poll() == [GrantMade("other", (0, 1, 2))]
+
+
+def test_an_offer_for_a_prompt_that_is_computed_here_is_refused() -> None:
+    """Found by a reviewer: such an offer was granted, and the step loop ended with an error."""
+    admission = make()
+    core = core_of(admission)
+    made = Sequence("local/1", list(range(6)), SamplingParams(max_tokens=2), hash_root=core.hash_root())
+    core.add(made)
+    with pytest.raises(FailedPrecondition, match="attempt local/1 computes its prompt on this worker"):
+        offer(admission, made)
+    while core.has_work:
+        admission.poll()
+        core.step()
+    core.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("first", "says"),
+    [
+        ([SampledToken(1024)], "commit.first_token_ids: 1024, the vocabulary has 1024 tokens"),
+        ([SampledToken(4_000_000_000)], "4000000000, the vocabulary has"),
+        ([SampledToken(5, 1e30)], "commit.first_logprobs: 1e\\+30 is no logarithm"),
+        ([SampledToken(5, float("nan"))], "nan is no logarithm"),
+    ],
+)
+def test_a_commit_with_what_no_model_samples_is_refused(first: list[SampledToken], says: str) -> None:
+    admission = make()
+    made = sequence(admission, "r/1", list(range(6)))
+    offer(admission, made)
+    admission.poll()
+    with pytest.raises(FailedPrecondition, match=says):
+        admission.commit(made.seq_id, first)
+    assert admission.commit(made.seq_id, tokens([5])) is CommitOutcome.COMMITTED

@@ -162,8 +162,9 @@ async def joined(
         yield _in_process(open_host, layout, options or ReceiveOptions())
         return
     agreed, total = make_terms(kind, layout, **terms), ByteBudget(64 * MIB)
+    either = dataclasses.replace(agreed, transports=tuple(dict.fromkeys((*agreed.transports, Transport.GRPC))))
     async with (
-        running_receiver(open_host, agreed, links=kind != "version 1", options=options) as receiver,
+        running_receiver(open_host, either, links=kind != "version 1", options=options) as receiver,
         linked_to(receiver.address, agreed, total=total) as (channel, link),
     ):
 

@@ -145,8 +145,8 @@ def as_the_library_writes(frame: BlockFrame) -> bytes:
     return ship_pb2.ShipRequest.FromString(sender_message_to_bytes(frame)).SerializeToString()
 
 
-@pytest.mark.parametrize("version", [KV_WIRE_VERSION - 1, KV_WIRE_VERSION, KV_WIRE_VERSION + 1])
-async def test_senders_of_neighbouring_versions_are_served(kind: str, version: int) -> None:
+@pytest.mark.parametrize("version", [KV_WIRE_VERSION - 1, KV_WIRE_VERSION])
+async def test_senders_of_this_version_and_the_one_before_are_served(kind: str, version: int) -> None:
     host = MemoryHost()
     frames = [*frames_of(0, max_frame_bytes=50), *frames_of(1), *frames_of(2, 2)]
     blocks = [as_the_library_writes(frame) for frame in frames]
@@ -157,6 +157,13 @@ async def test_senders_of_neighbouring_versions_are_served(kind: str, version: i
     ):
         assert (await within(call.read())).HasField("commit_ack")
     assert host.is_complete
+
+
+async def test_a_newer_version_is_for_the_link_to_agree_on(kind: str) -> None:
+    """What a shipment of that version may hold, nobody here knows."""
+    async with joined(kind, lambda offer: MemoryHost()) as pair:
+        with pytest.raises(FailedPrecondition, match=f"{KV_WIRE_VERSION} at most here, {KV_WIRE_VERSION + 1} there"):
+            await hear_the_end(pair, of_version(KV_WIRE_VERSION + 1))
 
 
 @pytest.mark.parametrize("version", [KV_WIRE_VERSION - 2, KV_WIRE_VERSION + 2])

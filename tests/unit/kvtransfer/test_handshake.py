@@ -159,17 +159,17 @@ def test_the_best_that_both_can(
 @pytest.mark.parametrize(
     ("sender", "receiver", "host_id", "says"),
     [
-        ((SHM,), (GRPC,), "machine", "transport: grpc here, shm there"),
-        ((GRPC,), (SHM,), "machine", "transport: shm here, grpc there"),
+        ((SHM,), (GRPC,), "machine", "transport: grpc at the decode worker, shm at"),
+        ((GRPC,), (SHM,), "machine", "transport: shm at the decode worker, grpc at"),
         (
             (SHM,),
             EITHER,
             "another",
-            "transport: shm, grpc here, shm there; shared memory needs one machine, these are two",
+            "transport: shm, grpc at the decode worker, shm at",
         ),
-        (EITHER, (SHM,), "another", "transport: shm here, shm, grpc there; shared memory needs one machine"),
+        (EITHER, (SHM,), "another", "transport: shm at the decode worker, shm, grpc at"),
         ((SHM,), (SHM,), "", "shared memory needs one machine"),
-        ((), EITHER, "machine", "transport: shm, grpc here,  there"),
+        ((), EITHER, "machine", "transport: shm, grpc at the decode worker, none at"),
     ],
 )
 def test_no_common_transport_is_refused_by_name(

@@ -24,7 +24,7 @@ from kvtransfer.handshake import Transport, Welcome, WireVersions
 from kvtransfer.link_codec import welcome_to_pb
 from kvtransfer.messages import Offer
 from kvtransfer.sender import ShipSender, ShipSummary
-from kvtransfer.sender_link import SenderLink
+from kvtransfer.sender_link import SenderLink, _checked
 from kvtransfer.staging import SegmentName
 from kvtransfer.transport import FirstToken, SendOptions, TokensComputed
 from proto.kvferry.v1 import ship_pb2
@@ -120,7 +120,7 @@ async def test_a_link_lives_on_heartbeats_alone() -> None:
         ({"transports": EITHER}, {"transports": EITHER}, (2, Transport.SHARED_MEMORY)),
         ({"transports": EITHER}, {"transports": (Transport.GRPC,)}, (2, Transport.GRPC)),
         ({"transports": EITHER, "host_id": "another"}, {"transports": EITHER}, (2, Transport.GRPC)),
-        ({"transports": EITHER}, {"transports": EITHER, "max_staging_bytes": MIB}, (2, Transport.GRPC)),
+        ({"transports": EITHER}, {"transports": EITHER, "max_staging_bytes": MIB - 1}, (2, Transport.GRPC)),
         ({"versions": WireVersions(0, 1)}, {}, (1, Transport.GRPC)),
         ({"versions": WireVersions(2, 3)}, {}, (2, Transport.GRPC)),
     ],
@@ -149,6 +149,43 @@ async def test_a_receiver_without_link_is_spoken_to_in_version_1() -> None:
     assert host.is_complete
 
 
+async def test_forced_shared_memory_is_not_replaced() -> None:
+    """Neither by a sender whose receiver knows no links, nor by a receiver whose sender made none."""
+    forced = make_terms("shm")
+    async with (
+        running_receiver(lambda offer: MemoryHost(), make_terms("grpc"), links=False) as receiver,
+        linked_to(receiver.address, forced) as (_, link),
+    ):
+        with pytest.raises(FailedPrecondition, match=r"transfer\.transport: .* speaks wire version 1"):
+            await link.agreed()
+    async with (
+        running_receiver(lambda offer: MemoryHost(), forced) as receiver,
+        RpcChannel(receiver.address) as channel,
+        RpcChannel("127.0.0.1:1") as nowhere,
+    ):
+        link = make_link(nowhere, make_terms("grpc"))
+        link._open_first_version(opened := asyncio.get_running_loop().create_future())
+        link._opened = opened
+        with pytest.raises(FailedPrecondition, match=r"transfer\.transport: shm here"):
+            await ship(channel, link, make_offer())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"wire_version": 99}, "the receiver chose 99"),
+        ({"transport": Transport.SHARED_MEMORY}, "the receiver chose shm"),
+        ({"link_id": 0}, "stands for no link"),
+    ],
+)
+def test_an_answer_that_was_not_offered_is_refused(changes: dict[str, object], says: str) -> None:
+    hello = make_terms("grpc").hello("prefill", 1, 5.0)
+    welcome = Welcome(2, EPOCH, 7, Transport.GRPC, 4096)
+    assert _checked(welcome, hello) is welcome
+    with pytest.raises(FailedPrecondition, match=says):
+        _checked(dataclasses.replace(welcome, **changes), hello)  # type: ignore[arg-type]
+
+
 async def test_the_offer_tells_the_version_that_was_agreed_on() -> None:
     offers: list[Offer] = []
 
@@ -175,13 +212,9 @@ async def test_the_bound_for_a_peer_holds_over_all_links_without_staging() -> No
 
 async def lose_links(receiver: Receiver) -> None:
     """It ends its Link calls, not its Ship calls."""
-    calls = receiver.server._calls
-    calls.ending, tasks = True, list(calls._background_tasks)
-    for task in tasks:
-        task.cancel()
+    tasks = receiver.server._calls.end(frozenset({"Link"}), Unavailable("ended by the test"))
     if tasks:
         await asyncio.wait(tasks)
-    calls.ending = False
 
 
 @pytest.mark.parametrize(
@@ -197,9 +230,9 @@ async def lose_links(receiver: Receiver) -> None:
         (
             {"transports": (Transport.SHARED_MEMORY,), "host_id": "another"},
             {"transports": EITHER},
-            "transport: shm, grpc here, shm there; shared memory needs one machine",
+            "transport: shm, grpc at the decode worker, shm at",
         ),
-        ({"transports": (Transport.SHARED_MEMORY,)}, {}, "transport: grpc here, shm there"),
+        ({"transports": (Transport.SHARED_MEMORY,)}, {}, "transport: grpc at the decode worker, shm at"),
     ],
 )
 async def test_what_does_not_go_together_is_refused_with_both_named(
@@ -217,10 +250,10 @@ async def test_what_does_not_go_together_is_refused_with_both_named(
 
 async def test_forced_shared_memory_without_memory_is_refused_by_name() -> None:
     async with (
-        running_receiver(Hosts().open, make_terms("shm", max_staging_bytes=MIB)) as there,
+        running_receiver(Hosts().open, make_terms("shm", max_staging_bytes=MIB - 1)) as there,
         linked_to(there.address, make_terms("shm")) as (channel, link),
     ):
-        with pytest.raises(Unavailable, match=r"transfer\.max_staging_bytes: 1048576 bytes, 0 in use"):
+        with pytest.raises(Unavailable, match=r"transfer\.max_staging_bytes: 1048575 bytes, 0 in use"):
             await ship(channel, link)
 
 
