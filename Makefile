@@ -3,6 +3,7 @@
 #   make run ONCE=1     the same, ending after the answer
 #   make test           the suite          make check   ruff, mypy, import-linter, buf
 #   make sweep | soak   the long ones      make bench   measurements
+#   make simulate SEEDS=10000   simulated clusters, each from a seed
 #   make protos         generate stubs     make lock    resolve requirements.lock anew
 #   make bench ARGS=paper   the paper's tables, simulated over the real block manager and scheduler
 # PYTHON chooses the interpreter (3.11 or later) the environment is made with; ARGS is passed on to kvferry or pytest.
@@ -13,9 +14,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 TORCH := torch==2.13.0
+SEEDS ?= 10000
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 
-.PHONY: run test check sweep soak bench protos lock setup model format
+.PHONY: run test check simulate sweep soak bench protos lock setup model format
 .DELETE_ON_ERROR:
 
 run: setup
@@ -30,6 +32,9 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/buf lint
+
+simulate: setup
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --jobs $$(nproc) $(ARGS)
 
 sweep: setup model
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m sweep --timeout 7200 $(ARGS)
