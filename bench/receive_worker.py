@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
@@ -25,9 +26,9 @@ class _TimedRole(DecodeRole):
         super().__init__(context)
         step = self.core.step
 
-        def timed_step() -> list[Output]:
+        def timed_step(tell: Callable[[list[Output]], None] | None = None) -> list[Output]:
             begin_s, num_running = time.monotonic(), len(self.core.scheduler.running)
-            outputs = step()
+            outputs = step(tell)
             steps.write(f"{begin_s:.6f} {time.monotonic():.6f} {num_running}\n")
             return outputs
 

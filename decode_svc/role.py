@@ -9,7 +9,7 @@ from decode_svc.attempt import DecodeAttempt
 from decode_svc.service import DecodeServicer
 from engine.mailboxes import Mailboxes
 from engine.memory_admin import EngineMemoryAdmin
-from engine.opening import MAX_STEP_S, open_core, open_loop
+from engine.opening import open_core, open_loop
 from kvferry.wire import load_to_pb
 from kvferry.worker_process import WorkerContext, capabilities_of
 from kvtransfer.grpc_transport import ShipServicer, add_ship_service
@@ -27,6 +27,7 @@ class DecodeRole:
     def __init__(self, context: WorkerContext) -> None:
         self._config = context.config
         self.core = open_core(context.config)
+        self.core.step_log = context.step_log
         self.admission = DecodeAdmission(self.core)
         mailboxes = Mailboxes()
         self.engine = open_loop(
@@ -79,7 +80,7 @@ class DecodeRole:
         return load_to_pb(stats, counters, num_waiting_grants=self.admission.num_waiting)
 
     def is_alive(self) -> bool:
-        return not self.engine.is_stuck(MAX_STEP_S)
+        return not self.engine.is_stuck(self._config.engine.max_step_s)
 
     async def close(self) -> None:
         self.engine.stop()

@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from functools import partial
 
 from engine.attempts import Attempts, token_outputs
 from engine.beam import BeamSearch
 from engine.block_manager import BlockManager
 from engine.block_pool import BlockPool, BlockQuota, Room
-from engine.forward_batch import Candidate, Sampled, SampledToken, SampleRequest, SequenceSlice
+from engine.forward_batch import Candidate, OnKvWritten, Sampled, SampledToken, SampleRequest, SequenceSlice
 from engine.gang import Gang
 from engine.memory_ops import MemoryOp, SwapIn, SwapOut, perform
 from engine.outputs import (
@@ -44,6 +45,7 @@ from kvferry.block_digest import block_digest
 from kvferry.block_hash import hash_root
 from kvferry.errors import FailedPrecondition, Internal, InvalidArgument, ResourceExhausted
 from kvferry.stats import EngineStats, HitCounter, MemoryCounters
+from kvferry.step_log import NoStepLog, StepLog
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +106,8 @@ class EngineCore:
             counters=self.memory,
         )
         self._attempts = Attempts(self.scheduler, self.block_manager)
+        self._told_early: set[str] = set()  # sequences whose chunk of the present step is told already
+        self.step_log: StepLog = NoStepLog()
         self.num_steps = 0
         self.is_blocked = False  # the last step could do nothing: only a command can change that
         self.num_integrity_faults = 0
@@ -245,8 +249,12 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def step(self) -> list[Output]:
-        """Runs one step; empty when nothing can run."""
+    def step(self, tell: Callable[[list[Output]], None] | None = None) -> list[Output]:
+        """Runs one step; empty when nothing can run.
+
+        Where blocks are shipped, `tell` is given what is known when the KV of the step's tokens is written, so that the
+        blocks can leave while the last layer and the sampling still compute; the rest is returned.
+        """
         schedule = self.scheduler.schedule()
         self.is_blocked = not (schedule.chunks or schedule.admitted or schedule.preempted)
         start_ns = self._clock_ns()
@@ -254,9 +262,16 @@ class EngineCore:
         outputs += self._started(schedule.admitted, start_ns)
         self._move_blocks()
         if schedule.chunks:
-            sampled = self._run(schedule.chunks)
+            num_tokens = sum(chunk.num_tokens for chunk in schedule.chunks)
+            self.step_log.begin(self.num_steps + 1, start_ns, len(schedule.chunks), num_tokens)
+            on_kv_written = None
+            if tell is not None and self._makes_digests:
+                on_kv_written = partial(self._tell_early, schedule.chunks, outputs, start_ns, tell)
+            self._told_early.clear()
+            sampled = self._run(schedule.chunks, on_kv_written)
             end_ns = self._clock_ns()
             self.num_steps += 1
+            self.step_log.end(self.num_steps, end_ns)
             results = list(zip(schedule.chunks, sampled, strict=True))
             gangs = {id(gang): gang for chunk in schedule.chunks if (gang := chunk.sequence.gang)}  # before any begins
             for chunk, result in results:
@@ -268,6 +283,26 @@ class EngineCore:
         if self._checks_integrity and not self.has_work:
             self._report_integrity()
         return outputs
+
+    def _tell_early(
+        self,
+        chunks: list[ScheduledChunk],
+        outputs: list[Output],
+        start_ns: int,
+        tell: Callable[[list[Output]], None],
+    ) -> None:
+        """The blocks of prompts are complete; what was to be told before goes first."""
+        told, at_ns = list(outputs), self._clock_ns()
+        outputs.clear()
+        for chunk in chunks:
+            sequence = chunk.sequence
+            if sequence.num_computed_tokens < sequence.num_given_tokens:
+                num_computed = sequence.num_computed_tokens + chunk.num_tokens
+                self._digest(sequence, num_computed)
+                told.append(ChunkComputed(sequence.owner_id, chunk.num_tokens, num_computed, start_ns, at_ns))
+                self._told_early.add(sequence.seq_id)
+        if told:
+            tell(told)
 
     def _report_integrity(self) -> None:
         """Says what is wrong with the books; wrong books are no reason to fail the requests of everybody."""
@@ -316,10 +351,10 @@ class EngineCore:
         counter.num_queried_tokens += sequence.num_tokens
         counter.num_hit_tokens += num_hits
 
-    def _run(self, chunks: list[ScheduledChunk]) -> list[Sampled | None]:
+    def _run(self, chunks: list[ScheduledChunk], on_kv_written: OnKvWritten | None) -> list[Sampled | None]:
         slices = [self._slice(chunk) for chunk in chunks]
         try:
-            return self.runner.run(slices)
+            return self.runner.run(slices, on_kv_written)
         except Exception:
             logger.exception("a step failed; its %d sequences are run one by one", len(slices))
         return [self._run_alone(one) for one in slices]
@@ -369,13 +404,14 @@ class EngineCore:
         is_prefill = sequence.num_computed_tokens < sequence.num_given_tokens
         sequence.num_computed_tokens += chunk.num_tokens
         if self._makes_digests:
-            self._digest(sequence)
+            self._digest(sequence, sequence.num_computed_tokens)
         self.block_manager.publish(sequence)
         if is_prefill:
             self._num_prefill_tokens += chunk.num_tokens
-            outputs.append(
-                ChunkComputed(sequence.owner_id, chunk.num_tokens, sequence.num_computed_tokens, start_ns, end_ns)
-            )
+            if sequence.seq_id not in self._told_early:
+                outputs.append(
+                    ChunkComputed(sequence.owner_id, chunk.num_tokens, sequence.num_computed_tokens, start_ns, end_ns)
+                )
         if sequence.hold.is_parked and sequence.num_uncomputed_tokens == 0:
             return [*outputs, self._restored(sequence, end_ns)]  # its first tokens were told before
         if result is None or sequence.gang is not None:
@@ -391,9 +427,9 @@ class EngineCore:
         digest = self.pool.digest(block_id)
         return digest is None or digest == block_digest(self.runner.block_view(block_id))
 
-    def _digest(self, sequence: Sequence) -> None:
+    def _digest(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Makes the digests of blocks that have filled; what befalls a block later will not go unnoticed."""
-        num_full = sequence.num_computed_tokens // self.layout.block_size
+        num_full = num_computed_tokens // self.layout.block_size
         for block_id in sequence.block_table[sequence.num_digested_blocks : num_full]:
             if self.pool.digest(block_id) is None:
                 self.pool.set_digest(block_id, block_digest(self.runner.block_view(block_id)))

@@ -6,10 +6,13 @@ tensors, runs the model over the paged KV cache and answers one `Sampled` for ea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.sampling import SamplingParams
+
+OnKvWritten = Callable[[], None]
+"""Called once in a step, on its thread, when the KV of all its tokens is in the pool, before anything is sampled."""
 
 
 @dataclass(frozen=True, slots=True)

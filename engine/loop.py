@@ -1,7 +1,8 @@
 """The step loop: one thread that owns an `EngineCore` and runs it while there is work.
 
 The service's event loop hands in closures (`submit`), which run between two steps, so nothing of the core is touched by
-two threads but for `engine/hold.py`; results and the outputs of steps go back through `deliver`, once a step, in order.
+two threads but for `engine/hold.py`; results and the outputs of steps go back through `deliver`, in order, once a step,
+and where blocks are shipped once more within it, when they are complete (`EngineCore.step`).
 """
 
 from __future__ import annotations
@@ -130,9 +131,15 @@ class EngineLoop:
         self._busy_since_s = time.monotonic()
         for command in commands:
             command()
-        outputs = self._before_step()
+        outputs = list(self._before_step())
         if self.core.has_work:
-            outputs = outputs + self.core.step()
+
+            def tell(early: list[Output]) -> None:
+                self._deliver([*outputs, *early])
+                outputs.clear()
+
+            stepped = self.core.step(tell)
+            outputs += stepped
         self._may_step = self.core.has_work and (bool(outputs) or not self.core.is_blocked)
         self._busy_since_s = None
         if outputs:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from engine.forward_batch import Sampled, SequenceSlice
+from engine.forward_batch import OnKvWritten, Sampled, SequenceSlice
 from engine.kv_cache import PagedKvCache
 from engine.loader import load_model
 from engine.paged_attention import build_paged_batch
@@ -33,11 +33,11 @@ class ModelRunner:
         self.num_blocks = config.pool_blocks(self.layout)
         self._cache = PagedKvCache(self.layout, self.num_blocks, config.device)
 
-    def run(self, slices: list[SequenceSlice]) -> list[Sampled | None]:
+    def run(self, slices: list[SequenceSlice], on_kv_written: OnKvWritten | None = None) -> list[Sampled | None]:
         """Compute one step: one entry a slice, None where the slice asked for no token."""
         if not slices:
             return []
-        batch = build_paged_batch(slices, self.layout.block_size, self._cache.tensor)
+        batch = build_paged_batch(slices, self.layout.block_size, self._cache.tensor, on_kv_written)
         sampling = [index for index, part in enumerate(slices) if part.sample is not None]
         rows = batch.cu_seqlens_q[1:][sampling] - 1  # the last row of each slice that samples
         logits = self._loaded.logits(batch, rows)  # [len(sampling), vocab_size]

@@ -27,9 +27,6 @@ from kvferry.telemetry import log_event
 
 logger = logging.getLogger(__name__)
 
-MAX_STEP_S = 60.0
-"""A step that takes longer than this counts as stuck: heartbeats stop and peers give the worker up."""
-
 LOWEST_PRIORITY = 19
 MEASURED_TOKENS, MEASURED_BLOCKS = 64, 8
 """How much is computed and copied at start to choose between recompute and swap."""

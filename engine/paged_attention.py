@@ -8,7 +8,7 @@ there. No cache object of transformers takes part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -46,6 +46,7 @@ class PagedBatch:
         cu_seqlens_q: `[S + 1]` int64.
         context_lengths: `[S]` int64.
         calls: dry run only: filled with what each layer asked for.
+        on_kv_written: called when the last layer's keys and values are in the cache.
     """
 
     cache: Tensor | None
@@ -56,9 +57,15 @@ class PagedBatch:
     cu_seqlens_q: Tensor
     context_lengths: Tensor
     calls: list[AttentionCall] = field(default_factory=list)
+    on_kv_written: Callable[[], None] | None = None
 
 
-def build_paged_batch(slices: Sequence[SequenceSlice], block_size: int, cache: Tensor | None) -> PagedBatch:
+def build_paged_batch(
+    slices: Sequence[SequenceSlice],
+    block_size: int,
+    cache: Tensor | None,
+    on_kv_written: Callable[[], None] | None = None,
+) -> PagedBatch:
     """Flatten the slices into one row of tokens."""
     lengths = [len(part.token_ids) for part in slices]
     assert all(lengths), "every slice computes at least one token"
@@ -80,6 +87,7 @@ def build_paged_batch(slices: Sequence[SequenceSlice], block_size: int, cache: T
         block_tables=tables,
         cu_seqlens_q=torch.tensor([0, *lengths]).cumsum(0),
         context_lengths=torch.tensor([part.context_length for part in slices]),
+        on_kv_written=on_kv_written,
     )
 
 
@@ -110,6 +118,8 @@ def paged_attention_forward(
         return value.transpose(1, 2).repeat_interleave(query.shape[1] // value.shape[1], dim=2), None
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, KVH, D]
     write_kv(paged_batch.cache, layer, keys, values, paged_batch.slot_mapping)
+    if paged_batch.on_kv_written is not None and layer == paged_batch.cache.shape[1] - 1:
+        paged_batch.on_kv_written()
     mixed = paged_attention(
         query[0].transpose(0, 1),
         paged_batch.cache,

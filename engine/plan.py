@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from engine.core import EngineCore, EngineLimits
-from engine.forward_batch import Sampled, SequenceSlice
+from engine.forward_batch import OnKvWritten, Sampled, SequenceSlice
 from engine.outputs import ChunkComputed, Output, SequencePreempted, TokenSampled
 from engine.scripted import SCRIPT_FILE, SLOT_BYTES, load_script_config
 from engine.sequence import Priority, Sequence
@@ -78,7 +78,7 @@ class PlanRunner:
         self.window: int | None = None
         self._contents = memoryview(bytearray(layout.block_bytes))
 
-    def run(self, slices: list[SequenceSlice]) -> list[Sampled | None]:
+    def run(self, slices: list[SequenceSlice], on_kv_written: OnKvWritten | None = None) -> list[Sampled | None]:
         return [None if part.sample is None else Sampled(0) for part in slices]
 
     def block_view(self, block_id: int) -> memoryview:

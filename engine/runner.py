@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from engine.forward_batch import Sampled, SequenceSlice
+from engine.forward_batch import OnKvWritten, Sampled, SequenceSlice
 from engine.scripted import SCRIPT_FILE, open_scripted_runner
 from kvferry.errors import InvalidArgument
 from kvferry.kv_layout import DTYPE_BYTES, KvLayout
@@ -77,8 +77,11 @@ class Runner(Protocol):
     def window(self) -> int | None:
         """Tokens the widest layer attends to, the present one counted; None where a layer attends to all."""
 
-    def run(self, slices: list[SequenceSlice]) -> list[Sampled | None]:
-        """Compute one step: one entry a slice, None where the slice asked for no token."""
+    def run(self, slices: list[SequenceSlice], on_kv_written: OnKvWritten | None = None) -> list[Sampled | None]:
+        """Compute one step: one entry a slice, None where the slice asked for no token.
+
+        `on_kv_written` may be left uncalled where the runner cannot know before the step's end.
+        """
 
     def block_view(self, block_id: int) -> memoryview:
         """The block's slab, all layers, as writable raw bytes (`layout.block_bytes` of them)."""

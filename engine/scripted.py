@@ -18,7 +18,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from engine.forward_batch import Candidate, Sampled, SampledToken, SampleRequest, SequenceSlice
+from engine.forward_batch import Candidate, OnKvWritten, Sampled, SampledToken, SampleRequest, SequenceSlice
 from kvferry.errors import FailedPrecondition
 from kvferry.kv_layout import KvLayout
 from kvferry.sampling import SamplingParams
@@ -203,12 +203,14 @@ class ScriptedRunner:
         size = self.layout.block_bytes
         self._blocks = [pool[start : start + size] for start in range(0, len(pool), size)]
 
-    def run(self, slices: list[SequenceSlice]) -> list[Sampled | None]:
+    def run(self, slices: list[SequenceSlice], on_kv_written: OnKvWritten | None = None) -> list[Sampled | None]:
         delay_s = self.config.step_delay_s + self.config.token_delay_s * sum(len(part.token_ids) for part in slices)
         if delay_s:
             self._sleep(delay_s)
         for part in slices:
             self._compute(part)
+        if on_kv_written is not None:
+            on_kv_written()
         return [None if part.sample is None else self._sample(part, part.sample) for part in slices]
 
     def block_view(self, block_id: int) -> memoryview:

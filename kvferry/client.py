@@ -7,30 +7,33 @@
                 print(event.delta.text, end="")
 
 Leaving the block cancels the request, wherever it is. Errors are those of `kvferry.errors`. Where the router knows
-tenants, `Client(target, api_key=…)` says whose calls these are.
+tenants, `Client(target, api_key=…)` says whose calls these are. With several routers, `Client(["a:50051", "b:50051"])`,
+a router that dies is a pause in the response and nothing else (`client_resume.py`).
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from opentelemetry.trace import Tracer
 
-from kvferry.errors import DataLoss, InvalidArgument
-from kvferry.rpc import RpcChannel
+from kvferry.client_resume import ResumingStream
+from kvferry.client_routers import Router, Routers
+from kvferry.errors import DataLoss, DeadlineExceeded, InvalidArgument, Unavailable
 from kvferry.sampling import Finish
 from kvferry.wire import finish_from_pb
-from proto.kvferry.v1 import cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
+from proto.kvferry.v1 import admin_pb2, cache_pb2, inference_pb2, types_pb2
 
-MAX_RESPONSE_BYTES = 64 << 20
-"""A message with logprobs of a long prompt is large."""
 CONTROL_TIMEOUT_S = 10.0
 """For calls that only ask."""
 CACHE_TIMEOUT_S = 15.0
 """Longer than the router waits for a worker."""
+RESUME_WAIT_S = 30.0
+"""A router's restart, its workers' connections included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,13 +232,30 @@ class Completion:
 
 
 class Client:
-    """A connection to a router at `target` (host:port); `api_key` goes with every call."""
+    """Connections to the routers of one deployment; `api_key` goes with every call.
 
-    def __init__(self, target: str, *, tracer: Tracer | None = None, api_key: str | None = None) -> None:
+    Args:
+        target: host:port of a router, or of several. Each gets its share of the requests; one that fails is left alone
+            for a while, and a request of which nothing has come from it is sent to another.
+        resume: a response goes on, exactly where it broke off, at another router or, with a single one, at the same
+            when it is back. Default: where there are several.
+        resume_wait_s: how long a response waits without progress before it fails with the loss.
+    """
+
+    def __init__(
+        self,
+        target: str | Sequence[str],
+        *,
+        tracer: Tracer | None = None,
+        api_key: str | None = None,
+        resume: bool | None = None,
+        resume_wait_s: float = RESUME_WAIT_S,
+    ) -> None:
         headers = {} if api_key is None else {"authorization": f"Bearer {_checked_key(api_key)}"}
-        self._channel = RpcChannel(target, tracer=tracer, max_message_bytes=MAX_RESPONSE_BYTES, headers=headers)
-        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel.grpc)
-        self._cache_stub = cache_pb2_grpc.CacheServiceStub(self._channel.grpc)
+        self._routers = Routers(target, tracer=tracer, headers=headers)
+        is_resuming = len(self._routers.all) > 1 if resume is None else resume
+        self._resume_wait_s = resume_wait_s if is_resuming else None
+        self._streams: set[ResumingStream] = set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -244,16 +264,25 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the connection; running requests are cancelled."""
-        await self._channel.close()
+        """Closes the connections; running requests are cancelled."""
+        await self._routers.close()
 
     @asynccontextmanager
     async def generate(
         self, options: GenerateOptions, *, timeout_s: float | None = None
     ) -> AsyncIterator[AsyncIterator[inference_pb2.GenerateResponse]]:
-        """Streams the events of one request; `timeout_s` is its deadline. Leaving the block cancels it."""
-        async with self._channel.stream(self._stub.Generate, options.to_pb(), timeout_s=timeout_s) as call:
-            yield aiter(call)
+        """Streams the events of one request; `timeout_s` is its deadline. Leaving the block cancels it.
+
+        `Started` comes once, from the router that began the response; `Completed` counts the whole output.
+        """
+        stream = ResumingStream(self._routers, options.to_pb(), timeout_s=timeout_s, wait_s=self._resume_wait_s)
+        self._streams.add(stream)
+        try:
+            await stream.open()
+            yield stream
+        finally:
+            self._streams.discard(stream)
+            await stream.close()
 
     async def complete(self, options: GenerateOptions, *, timeout_s: float | None = None) -> Completion:
         """The whole response of one request."""
@@ -265,46 +294,102 @@ class Client:
         return completion
 
     async def abort(self, *request_ids: str) -> Sequence[str]:
-        """Ends requests by the server's id or the caller's label; returns the ids found running."""
+        """Ends requests by the server's id or the caller's label; returns the ids found running.
+
+        Every router is asked, for any may run them; raises Unavailable only when none answers. A request of this client
+        that is on its way from one router to another is ended by the next.
+        """
+        between = {name for name in request_ids for stream in self._streams if stream.abort_between_routers(name)}
         request = inference_pb2.AbortRequest()
         _extend(request.request_ids, "request_ids", request_ids)
-        response = await self._channel.unary(self._stub.Abort, request, timeout_s=CONTROL_TIMEOUT_S)
-        return tuple(response.aborted_request_ids)
+        answers = await asyncio.gather(
+            *(
+                router.channel.unary(router.stub.Abort, request, timeout_s=CONTROL_TIMEOUT_S)
+                for router in self._routers.all
+            ),
+            return_exceptions=True,
+        )
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        error = next((error for error in errors if not isinstance(error, Unavailable | DeadlineExceeded)), None)
+        if error is not None or (len(errors) == len(answers) and not between):
+            raise error or errors[0]
+        told = [answer.aborted_request_ids for answer in answers if not isinstance(answer, BaseException)]
+        return tuple(name for name in dict.fromkeys(request_ids) if any(name in names for names in [between, *told]))
 
     async def capabilities(self) -> types_pb2.Capabilities:
         """Model, limits, layout and versions."""
         request = inference_pb2.GetCapabilitiesRequest()
-        response = await self._channel.unary(self._stub.GetCapabilities, request, timeout_s=CONTROL_TIMEOUT_S)
+        response = await self._routers.ask(
+            lambda router: router.channel.unary(router.stub.GetCapabilities, request, timeout_s=CONTROL_TIMEOUT_S)
+        )
         return response.capabilities
 
     async def workers(self) -> Sequence[inference_pb2.WorkerInfo]:
-        """The workers behind the router and their state."""
+        """The workers behind a router and their state."""
         request = inference_pb2.ListWorkersRequest()
-        response = await self._channel.unary(self._stub.ListWorkers, request, timeout_s=CONTROL_TIMEOUT_S)
+        response = await self._routers.ask(
+            lambda router: router.channel.unary(router.stub.ListWorkers, request, timeout_s=CONTROL_TIMEOUT_S)
+        )
         return tuple(response.workers)
+
+    # -- operation ------------------------------------------------------------------------------------------------
+
+    def drain_worker(
+        self, worker: str, *, grace_s: float | None = None, force: bool = False
+    ) -> AbstractAsyncContextManager[AsyncIterator[admin_pb2.DrainWorkerResponse]]:
+        """Has a worker take no new work, and follows what runs there to its end. Leaving does not end the drain.
+
+        `worker` is its name or host:port, `grace_s` how long what runs may go on there, None what the worker has
+        configured; `force` also takes the last ready worker of its role.
+        """
+        request = admin_pb2.DrainWorkerRequest(worker=worker, grace_s=grace_s, force=force)
+        return self._progress(self._routers.next(), request)
+
+    @asynccontextmanager
+    async def _progress(
+        self, router: Router, request: admin_pb2.DrainWorkerRequest
+    ) -> AsyncIterator[AsyncIterator[admin_pb2.DrainWorkerResponse]]:
+        async with router.channel.stream(router.admin_stub.DrainWorker, request) as call:
+            yield aiter(call)
+
+    async def undrain_worker(self, worker: str) -> admin_pb2.UndrainWorkerResponse:
+        """Has a worker take new work again."""
+        request = admin_pb2.UndrainWorkerRequest(worker=worker)
+        return await self._routers.ask(
+            lambda router: router.channel.unary(router.admin_stub.UndrainWorker, request, timeout_s=CONTROL_TIMEOUT_S)
+        )
 
     # -- KV memory ------------------------------------------------------------------------------------------------
 
     async def memory(self) -> Sequence[cache_pb2.WorkerMemory]:
         """The KV memory of every worker."""
         request = cache_pb2.GetMemoryRequest()
-        response = await self._channel.unary(self._cache_stub.GetMemory, request, timeout_s=CACHE_TIMEOUT_S)
+        response = await self._routers.ask(
+            lambda router: router.channel.unary(router.cache_stub.GetMemory, request, timeout_s=CACHE_TIMEOUT_S)
+        )
         return tuple(response.workers)
 
     async def flush_prefix_cache(self, *, tenant: str = "") -> Sequence[cache_pb2.WorkerBlocks]:
         """Empties the prefix cache; `tenant` is for administrators, who otherwise empty everybody's."""
         request = cache_pb2.FlushPrefixCacheRequest(tenant=tenant)
-        response = await self._channel.unary(self._cache_stub.FlushPrefixCache, request, timeout_s=CACHE_TIMEOUT_S)
+        response = await self._routers.ask(
+            lambda router: router.channel.unary(router.cache_stub.FlushPrefixCache, request, timeout_s=CACHE_TIMEOUT_S)
+        )
         return tuple(response.workers)
 
     async def pin_prefix(self, options: PinOptions) -> cache_pb2.PinPrefixResponse:
         """Keeps what is cached of a prefix from eviction."""
-        return await self._channel.unary(self._cache_stub.PinPrefix, options.to_pb(), timeout_s=CACHE_TIMEOUT_S)
+        request = options.to_pb()
+        return await self._routers.ask(
+            lambda router: router.channel.unary(router.cache_stub.PinPrefix, request, timeout_s=CACHE_TIMEOUT_S)
+        )
 
     async def unpin_prefix(self, name: str, *, tenant: str = "") -> Sequence[cache_pb2.WorkerBlocks]:
         """Ends a pin."""
         request = cache_pb2.UnpinPrefixRequest(name=name, tenant=tenant)
-        response = await self._channel.unary(self._cache_stub.UnpinPrefix, request, timeout_s=CACHE_TIMEOUT_S)
+        response = await self._routers.ask(
+            lambda router: router.channel.unary(router.cache_stub.UnpinPrefix, request, timeout_s=CACHE_TIMEOUT_S)
+        )
         return tuple(response.workers)
 
 

@@ -76,6 +76,7 @@ class LocalCluster:
             grace_s=config.shutdown.grace_s + STOP_MARGIN_S,
             relay=relay,
             report=report,
+            probes=config.supervisor,
         )
         self._workers: list[tuple[str, Child]] = []
         self._router: Child | None = None
@@ -117,7 +118,9 @@ class LocalCluster:
         router_config = self._config.replace("router", **addresses)
         file = _write(folder / "router.toml", router_config)
         self._router = await self._supervisor.start(
-            ChildSpec("router", "router", ["--config", str(file)], listen=self._config.router.grpc_listen)
+            ChildSpec(
+                "router", "router", ["--config", str(file)], listen=self._config.router.grpc_listen, is_probed=True
+            )
         )
         # First out: it drains what runs, and for that it needs the workers.
         self._stack.push_async_callback(self._stop_router, self._router)
@@ -152,12 +155,15 @@ class LocalCluster:
 
     async def _start_worker(self, role: str, index: int, file: Path) -> tuple[str, Child]:
         name = f"{role}-{index}"
+        steps_file = file.with_name(f"{name}.steps")
         spec = ChildSpec(
             name,
             MODULES[role],
-            ["--config", str(file), "--worker-id", name],
+            ["--config", str(file), "--worker-id", name, "--steps-file", str(steps_file)],
             num_threads=self._config.engine.num_threads or 1,
             niceness=WORKER_NICENESS,
+            is_probed=True,
+            steps_file=steps_file,
         )
         return role, await self._supervisor.start(spec)
 

@@ -15,9 +15,10 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -200,6 +201,9 @@ class EngineConfig(_Frozen):
     """Engines that share the default pool of this machine; `kvferry up` sets it."""
     num_threads: int | None = Field(default=None, ge=1)
     """Threads of one engine; `kvferry up` divides the cores among its engines when unset."""
+    max_step_s: float = Field(default=60.0, gt=0.0)
+    """A step that takes longer counts as stuck: heartbeats stop, so that peers give the worker up, its health service
+    says NOT_SERVING, and `kvferry up` starts it again."""
 
     def pool_bytes(self, memory_bytes: int | None = None) -> int:
         """Memory for one pool when `num_blocks` is unset; `memory_bytes` stands in for the machine's."""
@@ -231,8 +235,8 @@ class EngineConfig(_Frozen):
 class TransferConfig(_Frozen):
     """Shipping of blocks and liveness of internal streams."""
 
-    progress_timeout_s: float = Field(default=10.0, gt=0.0)
-    """Silence after which a peer counts as dead; heartbeats come three times as often."""
+    progress_timeout_s: float = Field(default=10.0, ge=0.1, le=3600.0)
+    """Silence after which a peer counts as dead; heartbeats come at least three times as often."""
     max_frame_bytes: int = Field(default=1 << 20, ge=4096, le=3 << 20)
     """Largest block frame; larger ones block the event loop while they are serialised, and messages end at 4 MiB."""
     transport: Literal["auto", "shm", "grpc"] = "auto"
@@ -245,9 +249,20 @@ class TransferConfig(_Frozen):
     max_staging_bytes: int = Field(default=256 << 20, ge=0)
     """Shared memory of one decode worker for all its prefill workers; those that come when it is used up use grpc."""
 
-    @property
-    def heartbeat_interval_s(self) -> float:
-        return self.progress_timeout_s / 3
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        """What is on its way is bounded by frames; a frame above a bound would pass it."""
+        bounds = ("max_frame_bytes", "max_inflight_bytes_per_peer", "max_inflight_bytes")
+        for smaller, larger in pairwise(bounds):
+            if getattr(self, smaller) > getattr(self, larger):
+                values = f"{getattr(self, smaller)} and {getattr(self, larger)}"
+                raise ValueError(f"{smaller} must not be above {larger}; they are {values}")
+        if self.transport == "shm" and self.max_staging_bytes < self.max_inflight_bytes_per_peer:
+            raise ValueError(
+                "transport shm needs max_staging_bytes of at least max_inflight_bytes_per_peer, one prefill worker's "
+                f"shared memory; they are {self.max_staging_bytes} and {self.max_inflight_bytes_per_peer}"
+            )
+        return self
 
 
 class ShippingFaultConfig(_Frozen):
@@ -258,8 +273,8 @@ class ShippingFaultConfig(_Frozen):
     twice; stall: nothing more is sent in its place, not even heartbeats, and the stream stays open."""
     block_index: int | None = Field(default=None, ge=0)
     """Which block of the prompt, from 0; every one when unset."""
-    nth: int | None = Field(default=None, ge=1)
-    """Which sending of the block within a shipment, 2 being its repeat; every one when unset."""
+    nth: int | None = Field(default=None, ge=1, le=2)
+    """Which sending of the block within a shipment, 2 being its repeat, the last; every one when unset."""
     attempt: int | None = Field(default=None, ge=1)
     """Which attempt of a request, 1 being the first; every one when unset."""
     delay_s: float | None = Field(default=None, gt=0.0, le=3600.0, validate_default=True)
@@ -374,6 +389,11 @@ class SupervisorConfig(_Frozen):
 
     ready_timeout_s: float = Field(default=300.0, gt=0.0)
     """Time a process has to load its model and to serve; one that takes longer is killed."""
+    probe_period_s: float = Field(default=1.0, ge=0.05, le=60.0)
+    """How often the health service of each process is asked; also how long one answer may take."""
+    probe_timeout_s: float = Field(default=15.0, gt=0.0)
+    """A process that answers no probe for this long counts as stuck and is started again; far above the wait that a
+    busy machine brings."""
 
 
 class ShutdownConfig(_Frozen):

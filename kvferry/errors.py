@@ -9,7 +9,8 @@
     ├── FailedPrecondition    layout, model or version mismatch between processes
     ├── ResourceExhausted     no room now (or never, then `retry_after_s` is None)
     ├── Unavailable           a peer is gone or not there yet
-    │   └── TargetUnavailable the decode worker a prefill was to ship to
+    │   ├── TargetUnavailable the decode worker a prefill was to ship to
+    │   └── WorkerDraining    a worker that takes no new work, or has let go of what ran
     ├── DeadlineExceeded      the deadline passed, also while waiting in a queue
     ├── Cancelled             the caller went away
     ├── DataLoss              a block's digest stayed wrong after a repeat
@@ -102,6 +103,12 @@ class TargetUnavailable(Unavailable):
     """A prefill's decode worker is gone, stalled, or refused the shipment; the prefill worker itself is fine."""
 
     reason = "SHIP_TARGET_UNAVAILABLE"
+
+
+class WorkerDraining(Unavailable):
+    """A worker takes no new work, or has ended what ran for others to go on with: an order, and no fault of its own."""
+
+    reason = "WORKER_DRAINING"
 
 
 class DeadlineExceeded(KvferryError):

@@ -1,14 +1,17 @@
 """How a process of kvferry starts and ends.
 
 `StopSignals` turns SIGTERM and Ctrl-C into events. As a program (`python -m kvferry.process … MODULE ARGS`) this is the
-start of every child of `kvferry up`: it lowers the priority, watches the pipe to the parent, and then runs MODULE as
-`python -m MODULE ARGS` would. Done here and not in a hook after fork, which may deadlock in a process with threads.
+start of every child of `kvferry up`: it lowers the priority, watches the pipe to the parent, has `STACKS_SIGNAL` write
+all stacks to standard error, and then runs MODULE as `python -m MODULE ARGS` would. Done here and not in a hook after
+fork, which may deadlock in a process with threads.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import atexit
+import faulthandler
 import gc
 import json
 import os
@@ -20,6 +23,9 @@ import time
 
 ORPHAN_GRACE_S = 5.0
 """How long a worker whose parent died may take to end; there is nobody left to drain for."""
+
+STACKS_SIGNAL = signal.SIGUSR2
+"""A child answers with the stacks of all its threads, also where no Python code of it runs any more."""
 
 
 class StopSignals:
@@ -41,15 +47,20 @@ class StopSignals:
 
 
 def print_ready(**fields: object) -> None:
-    """The one line on standard output that tells a supervisor this process serves.
+    """The one line on standard output that tells a supervisor this process serves."""
+    _spare_garbage_collector()
+    sys.stdout.write(json.dumps({"ready": True, "pid": os.getpid(), **fields}) + "\n")
+    sys.stdout.flush()
 
-    What was loaded until now stays for good: the garbage collector need not walk through it again, which would hold up
-    a step for a tenth of a second and more.
+
+def _spare_garbage_collector() -> None:
+    """What was loaded until now stays for good: walking through it again would hold up a step for a tenth of a second.
+
+    At the end it is given back, for extension modules that report what was never freed.
     """
     gc.collect()
     gc.freeze()
-    sys.stdout.write(json.dumps({"ready": True, "pid": os.getpid(), **fields}) + "\n")
-    sys.stdout.flush()
+    atexit.register(gc.unfreeze)
 
 
 def _end_with_parent() -> None:
@@ -80,6 +91,7 @@ def main() -> None:
     if options.child:
         os.setpgid(0, 0)  # Ctrl-C in the terminal reaches the parent alone, which ends its children in order
         _end_with_parent()
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
     sys.argv[1:] = options.arguments
     runpy.run_module(options.module, run_name="__main__", alter_sys=True)
 

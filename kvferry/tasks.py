@@ -1,14 +1,36 @@
-"""Running several coroutines that stand or fall together."""
+"""Coroutines that stand or fall together, and changes that several of them wait for."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from kvferry.errors import Unavailable
 
 T = TypeVar("T")
+
+
+class Changes:
+    """Numbers the changes of something that many watch; whoever names the last one it has seen misses none."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._next = asyncio.Event()
+
+    def notify(self) -> None:
+        """Something changed."""
+        self.number += 1
+        event, self._next = self._next, asyncio.Event()
+        event.set()
+
+    async def wait_beyond(self, number: int, timeout_s: float | None = None) -> None:
+        """Returns when there is a later change than `number`, or after `timeout_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.number <= number:
+                    await self._next.wait()
 
 
 async def run_until_first(*coroutines: Coroutine[Any, Any, T]) -> T:

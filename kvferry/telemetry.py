@@ -98,6 +98,7 @@ class Attributes:
     NUM_PREEMPTIONS = "kvferry.num_preemptions"
     BLOCK_INDEX = "kvferry.block_index"
     FAULT_KIND = "kvferry.fault.kind"
+    TRANSPORT = "kvferry.transport"
     TIME_TO_FIRST_TOKEN_S = "kvferry.time_to_first_token_s"
 
 

@@ -1,11 +1,14 @@
 """A worker process from start to end, the same for both roles; what differs is a `WorkerRole`.
 
 configuration ─► model loaded, warm-up step ─► port bound ─► ready line ─► … ─► SIGTERM: drain ─► exit code 0
+
+While it serves, its health service says whether it takes work, and whether its step loop makes progress.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import socket
 import sys
@@ -18,22 +21,28 @@ import grpc.aio
 
 from kvferry import __version__
 from kvferry.config import Config, load_config
-from kvferry.errors import KvferryError
+from kvferry.drain import WorkerDrain
+from kvferry.errors import KvferryError, WorkerDraining
 from kvferry.host_memory import keep_message_buffers
 from kvferry.kv_layout import KvLayout
 from kvferry.process import StopSignals, print_ready
 from kvferry.rpc import RpcServer, check_can_listen, run
 from kvferry.rpc.listen import parse_address
+from kvferry.step_log import MappedStepLog, NoStepLog, StepLog
 from kvferry.telemetry import Telemetry, configure_logging, log_event, start_telemetry
 from kvferry.wire import layout_to_pb
-from kvferry.worker import WorkerIdentity, WorkerServicer, WorkerState
+from kvferry.worker import WorkerIdentity, WorkerState
 from kvferry.worker_cache import WORKER_CACHE_SERVICE, MemoryAdmin, WorkerCacheServicer
+from kvferry.worker_service import BACKGROUND_METHODS, WORKER_SERVICE, WorkerServicer
 from proto.kvferry.v1 import cache_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
 WILDCARD_HOSTS = ("0.0.0.0", "[::]")  # noqa: S104 - compared with, not bound
-WORKER_SERVICE = "kvferry.v1.WorkerService"
+LINK_METHOD = "Link"
+"""A shipment's control stream between two workers lives as long as they do."""
+HEALTH_INTERVAL_S = 0.5
+"""How soon the health service says that the step loop is stuck."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +53,7 @@ class WorkerContext:
     identity: WorkerIdentity
     state: WorkerState
     telemetry: Telemetry
+    step_log: StepLog
 
 
 class WorkerRole(Protocol):
@@ -103,6 +113,7 @@ def main(role: str, open_role: OpenRole) -> None:
         "--worker-id",
         help=f"name in logs, traces and `kvferry workers`; default: {role}-HOST:PORT, where peers reach this worker",
     )
+    parser.add_argument("--steps-file", type=Path, help="keeps the last steps, for whoever reports a crash")
     options = parser.parse_args()
     keep_message_buffers()
     try:
@@ -111,7 +122,8 @@ def main(role: str, open_role: OpenRole) -> None:
         listen = options.listen if options.worker_id or options.advertise else _with_port(options.listen)
         worker_id = options.worker_id or default_worker_id(role, options.advertise or listen)
         configure_logging(config.telemetry, role, worker_id)
-        run(_serve(role, open_role, config, listen, options.advertise, worker_id))
+        step_log = MappedStepLog(options.steps_file) if options.steps_file else NoStepLog()
+        run(_serve(role, open_role, config, listen, options.advertise, worker_id, step_log))
     except KvferryError as error:
         sys.exit(f"error: {error.message}")
 
@@ -134,19 +146,30 @@ def _with_port(listen: str) -> str:
 
 
 async def _serve(
-    role: str, open_role: OpenRole, config: Config, listen: str, advertise: str | None, worker_id: str
+    role: str,
+    open_role: OpenRole,
+    config: Config,
+    listen: str,
+    advertise: str | None,
+    worker_id: str,
+    step_log: StepLog,
 ) -> None:
     signals = StopSignals().install()
     telemetry = start_telemetry(config.telemetry, role, worker_id)
     worker = await start_worker(
-        role, open_role, config, listen, advertise=advertise, worker_id=worker_id, telemetry=telemetry
+        role,
+        open_role,
+        config,
+        listen,
+        advertise=advertise,
+        worker_id=worker_id,
+        telemetry=telemetry,
+        step_log=step_log,
     )
     print_ready(address=worker.address, epoch=worker.context.identity.epoch)
     await signals.requested.wait()
     log_event(logger, "draining", grace_s=config.shutdown.grace_s)
-    worker.context.state.drain()
-    await worker.server.drain(config.shutdown.grace_s, signals.hurried)
-    await worker.role.close()
+    await worker.stop(config.shutdown.grace_s, signals.hurried)
     await telemetry.shutdown()
     log_event(logger, "stopped")
 
@@ -159,11 +182,25 @@ class RunningWorker:
     role: WorkerRole
     server: RpcServer
     address: str
+    health: asyncio.Task[None]
 
-    async def stop(self) -> None:
-        """Ends at once, without draining."""
-        await self.server.drain(0.0)
+    async def stop(self, grace_s: float = 0.0, hurry: asyncio.Event | None = None) -> None:
+        """No new work; what runs gets `grace_s`, less once `hurry` is set, and ends with a status after that."""
+        self.context.state.end()
+        self.health.cancel()  # else it might overtake what the drain says
+        await asyncio.wait([self.health])
+        name = self.context.identity.worker_id
+        await self.server.drain(grace_s, hurry, WorkerDraining(f"worker {name} is shutting down; moved"))
         await self.role.close()
+
+
+async def _tell_health(server: RpcServer, state: WorkerState, is_alive: Callable[[], bool]) -> None:
+    """Keeps the health service at what is true."""
+    while True:
+        number, alive = state.changes.number, is_alive()
+        await server.set_alive(alive)
+        await server.set_serving(alive and not state.is_draining)
+        await state.changes.wait_beyond(number, HEALTH_INTERVAL_S)
 
 
 async def start_worker(
@@ -175,15 +212,18 @@ async def start_worker(
     worker_id: str,
     telemetry: Telemetry,
     advertise: str | None = None,
+    step_log: StepLog | None = None,
 ) -> RunningWorker:
     """Opens the role and serves it; also how tests run workers in one process."""
     if faults := config.faults.of_role(role):
         log_event(logger, "faults_on", level=logging.WARNING, faults=faults)
-    context = WorkerContext(config, WorkerIdentity.new(worker_id, role), WorkerState(), telemetry)
+    state = WorkerState()
+    context = WorkerContext(config, WorkerIdentity.new(worker_id, role), state, telemetry, step_log or NoStepLog())
     opened = open_role(context)
-    server = RpcServer(tracer=telemetry.tracer, background_methods=frozenset({"Watch", "Link"}))
+    server = RpcServer(tracer=telemetry.tracer, background_methods=BACKGROUND_METHODS | {LINK_METHOD})
     opened.add_to(server.grpc)
-    servicer = WorkerServicer(context.identity, context.state, opened.capabilities, opened.load, opened.is_alive)
+    drain = WorkerDrain(context.identity, state, server.calls, config.shutdown.grace_s)
+    servicer = WorkerServicer(context.identity, state, drain, opened.capabilities, opened.load, opened.is_alive)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
     cache_pb2_grpc.add_WorkerCacheServiceServicer_to_server(WorkerCacheServicer(opened.memory), server.grpc)
     try:
@@ -192,5 +232,6 @@ async def start_worker(
         await opened.close()
         raise
     opened.on_bound(advertise or address)
+    health = asyncio.create_task(_tell_health(server, state, opened.is_alive))
     log_event(logger, "serving", address=address, model=config.model.public_name, epoch=context.identity.epoch)
-    return RunningWorker(context, opened, server, advertise or address)
+    return RunningWorker(context, opened, server, advertise or address, health)

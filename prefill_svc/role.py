@@ -6,7 +6,7 @@ import grpc.aio
 
 from engine.mailboxes import Mailboxes
 from engine.memory_admin import EngineMemoryAdmin
-from engine.opening import MAX_STEP_S, open_core, open_loop
+from engine.opening import open_core, open_loop
 from kvferry.wire import load_to_pb
 from kvferry.worker_process import WorkerContext, capabilities_of
 from kvtransfer.budget import ByteBudget
@@ -26,6 +26,7 @@ class PrefillRole:
     def __init__(self, context: WorkerContext, faults: Faults = NO_FAULTS) -> None:
         self._config = context.config
         self.core = open_core(context.config, digests=True)
+        self.core.step_log = context.step_log
         mailboxes = Mailboxes()
         self.engine = open_loop(self.core, mailboxes.deliver, kill_at_step=context.config.faults.kill_prefill_at_step)
         self.memory = EngineMemoryAdmin(self.engine)
@@ -70,7 +71,7 @@ class PrefillRole:
         return load_to_pb(self.core.stats(), self.servicer.counters)
 
     def is_alive(self) -> bool:
-        return not self.engine.is_stuck(MAX_STEP_S)
+        return not self.engine.is_stuck(self._config.engine.max_step_s)
 
     async def close(self) -> None:
         self.engine.stop()

@@ -230,6 +230,8 @@ class _PrefillRun:
                     shipment = GrpcShipment(peer.channel, peer.link, options, rank=self._rank, parent=context_of(span))
                     source = PoolSource(self._service.engine, self._sequence, self._restored, telemetry)
                     summary = await shipment.ship(sender, source, self._ship_events)
+                    if (transport := peer.link.transport) is not None:
+                        span.set_attribute(Attributes.TRANSPORT, transport.value)
             except KvferryError as error:
                 self._drop_unsound(sender.unsound_block)
                 await self._perform(self._task.on_ship_failed(error), writer)

@@ -40,10 +40,13 @@ class RetryBudget:
     def __init__(self, share: float) -> None:
         self._share = share
         self._tokens = RETRY_BURST
+        self._owed = RETRY_BURST  # given at the start; the share of the first requests pays for it
 
     def add_request(self) -> None:
         """One request more."""
-        self._tokens = min(self._tokens + self._share, RETRY_BURST)
+        paid = min(self._share, self._owed)
+        self._owed -= paid
+        self._tokens = min(self._tokens + self._share - paid, RETRY_BURST)
 
     def take(self) -> bool:
         """Whether one more retry is within the budget; takes it if so."""

@@ -15,8 +15,8 @@ from kvferry.config import Config
 from kvferry.errors import InvalidArgument
 from kvferry.rpc import RpcServer
 from kvferry.telemetry import Telemetry, log_event
-from proto.kvferry.v1 import cache_pb2_grpc, inference_pb2_grpc
-from router import cache_service
+from proto.kvferry.v1 import admin_pb2_grpc, cache_pb2_grpc, inference_pb2_grpc
+from router import admin_service, cache_service
 from router.admission import RetryBudget
 from router.auth import Authenticator
 from router.cluster import Cluster
@@ -80,11 +80,15 @@ class RouterApp:
             RouterParts(config, self.membership, tokenizer, self._cluster(metrics), metrics, telemetry)
         )
         self._server = RpcServer(
-            tracer=telemetry.tracer, max_message_bytes=config.router.max_request_bytes + MESSAGE_OVERHEAD_BYTES
+            tracer=telemetry.tracer,
+            max_message_bytes=config.router.max_request_bytes + MESSAGE_OVERHEAD_BYTES,
+            background_methods=admin_service.BACKGROUND_METHODS,
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.servicer, self._server.grpc)
         cache_pb2_grpc.add_CacheServiceServicer_to_server(self._cache_servicer(), self._server.grpc)
-        services = (SERVICE_NAME, cache_service.SERVICE_NAME)
+        admin = admin_service.AdminServicer(Authenticator(config), self.membership)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server.grpc)
+        services = (SERVICE_NAME, cache_service.SERVICE_NAME, admin_service.SERVICE_NAME)
         self.address = await self._server.start(config.router.grpc_listen, services, serving=False)
         self._stack.push_async_callback(self._server.drain, 0.0)
         http = HttpServer(make_app(telemetry.metrics.registry, self.why_not_ready), config.router.http_listen)

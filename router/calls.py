@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from kvferry.rpc import HeartbeatWriter, read_with_progress_deadline
 from kvferry.telemetry import log_event
 from kvferry.wire import finish_from_pb
 from proto.kvferry.v1 import worker_pb2, worker_pb2_grpc
+from router.breaker import Verdict, verdict_on
 from router.events import (
     BeamsFound,
     Committed,
@@ -89,6 +91,7 @@ class WorkerCall(ABC):
         try:
             with self._worker.used():
                 await self._talk()
+            self._worker.breaker.on_answer()
             return
         except KvferryError as error:
             failure = error
@@ -100,6 +103,7 @@ class WorkerCall(ABC):
         except Exception as error:
             logger.exception("worker_call_failed", extra={"fields": {"worker": self._worker.name}})
             failure = Internal(f"the call to {self._worker.address} failed with {type(error).__name__}")
+        self._judge(failure)
         log_event(
             logger,
             "attempt_call_failed",
@@ -112,6 +116,22 @@ class WorkerCall(ABC):
             error=failure.message,
         )
         self._context.post(self._failed(failure))
+
+    def _judge(self, failure: KvferryError) -> None:
+        """A stream that brought tokens and then broke is a fault too: what came before does not excuse it."""
+        breaker, verdict = self._worker.breaker, verdict_on(failure)
+        if verdict is Verdict.ANSWER:
+            breaker.on_answer()
+        elif verdict is Verdict.FAULT and breaker.on_fault(time.monotonic()):
+            log_event(
+                logger,
+                "breaker_open",
+                level=logging.WARNING,
+                worker=self._worker.name,
+                role=self._worker.role.value,
+                address=self._worker.address,
+                error=failure.message,
+            )
 
     def _wanted_logprobs(self, logprobs: tuple[float, ...], num_tokens: int) -> tuple[float, ...]:
         """One a token, or none where they were not asked for; raises Internal where some are missing."""

@@ -260,13 +260,13 @@ class SplitChoice:
     Attributes:
         token_ids: its output so far.
         excluding: workers to avoid.
-        cause: what ended the attempt that it shared with others.
+        cause: what ended the attempt that it shared with others; None where another router had begun it.
     """
 
     choice: int
     token_ids: tuple[int, ...]
     excluding: frozenset[str]
-    cause: KvferryError = field(compare=False)
+    cause: KvferryError | None = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)

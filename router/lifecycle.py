@@ -24,7 +24,15 @@ import enum
 import itertools
 from collections.abc import Iterator, Sequence
 
-from kvferry.errors import Cancelled, DataLoss, Internal, KvferryError, TargetUnavailable, Unavailable
+from kvferry.errors import (
+    Cancelled,
+    DataLoss,
+    Internal,
+    KvferryError,
+    TargetUnavailable,
+    Unavailable,
+    WorkerDraining,
+)
 from kvferry.sampling import Finish, FinishKind
 from router.choice_progress import ChoiceProgress
 from router.events import (
@@ -60,7 +68,12 @@ from router.events import (
 )
 
 DEFAULT_MAX_ATTEMPTS = 3
-"""Attempts in a row that may fail without a new token; a token resets the count."""
+"""Attempts in a row that may fail without progress. A commit is progress: what only prefill's first token reached could
+go on for ever, one token an attempt, where no shipment gets through."""
+
+MAX_MOVES = 16
+"""Workers in a row that may turn the request away or let go of it because they drain, which is no failure; enough for a
+rolling restart of a large deployment, and an end to a worker that drains and says it does not."""
 
 RETRYABLE_ERRORS = (Unavailable, DataLoss, Internal, Cancelled)
 """Failures of a worker that another attempt may mend. A worker's CANCELLED is its shutdown; the caller's an event."""
@@ -90,7 +103,7 @@ class RequestLifecycle:
         resumes: go on with this choice alone.
         attempts: numbers of the attempts, shared by all lifecycles of a request.
         local_prefill: there are no prefill workers; decode computes prompts itself.
-        max_attempts: attempts in a row that may fail without a new token.
+        max_attempts: attempts in a row that may fail without progress.
     """
 
     def __init__(
@@ -121,6 +134,7 @@ class RequestLifecycle:
         self._attempts = attempts or itertools.count(1)
         self._attempt = 0
         self._failures_without_progress = 0
+        self._moves_without_progress = 0
         self._begin_attempt()
 
     @property
@@ -421,13 +435,16 @@ class RequestLifecycle:
             return [*finished, *self._fail(error)]
         blamed = {worker} if worker is not None else set()
         has_advanced = any(progress.has_advanced for progress in self._progress.values())
-        if has_advanced:
-            self._failures_without_progress = 0
+        if has_advanced and self._committed:
+            self._failures_without_progress = self._moves_without_progress = 0
             self._excluding = frozenset(blamed)
         else:
-            self._failures_without_progress += 1
             self._excluding |= blamed
-        if self._failures_without_progress >= self._max_attempts:
+        if isinstance(error, WorkerDraining):
+            self._moves_without_progress += 1
+        elif not (has_advanced and self._committed):
+            self._failures_without_progress += 1
+        if self._failures_without_progress >= self._max_attempts or self._moves_without_progress > MAX_MOVES:
             # A worker's CANCELLED is its shutdown; the caller cancelled nothing.
             return self._fail(Unavailable(error.message) if isinstance(error, Cancelled) else error)
         if len(self._progress) > 1 and (has_advanced or len(self._unfinished) < len(self._progress)):

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from contextlib import suppress
 
-from kvferry.errors import Internal, KvferryError, Unavailable
+from kvferry.errors import Internal, KvferryError, Unavailable, WorkerDraining
 from kvferry.spec import AttemptId, SequenceSpec
 from kvferry.wire import spec_to_pb
 from proto.kvferry.v1 import worker_pb2
@@ -127,6 +127,8 @@ class LifecycleRun:
                 if not self._lifecycle.ended:
                     self._phase = self._lifecycle.phase.name.lower()
                 self._perform_all(self._lifecycle.handle(self._events.popleft()))
+        except KvferryError as error:  # output made again that is not what the client has
+            self._crashed(error)
         except Exception as error:
             logger.exception("request_failed", extra={"fields": {"request": self._prepared.id}})
             self._crashed(Internal(f"the router failed with {type(error).__name__}; its log has the details"))
@@ -191,17 +193,18 @@ class LifecycleRun:
         self._queued_at_s = time.monotonic()
         if action.cause is not None:
             self._cluster.count_retry(action.cause)
-            if not action.is_resume and not self._cluster.retries.take():
+            is_free = action.is_resume or isinstance(action.cause, WorkerDraining)  # an order, and no storm of failures
+            if not is_free and not self._cluster.retries.take():
                 message = f"the retry budget is used up; the attempt before failed with: {action.cause.message}"
                 self._events.append(NoWorkers(Unavailable(message, retry_after_s=1.0)))
                 return
         try:
             self._chosen(self._try_choose(action, allow_excluded=False))
         except Unavailable as error:
-            if action.cause is None:
-                self._events.append(NoWorkers(error))
-            else:
+            if action.cause is not None or action.is_resume:
                 self._waiting = asyncio.create_task(self._wait_for_pair(action, error))
+            else:
+                self._events.append(NoWorkers(error))
 
     def _try_choose(self, action: ChooseWorkers, *, allow_excluded: bool) -> Pair:
         return self._cluster.selector.choose(

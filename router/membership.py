@@ -133,6 +133,8 @@ class Membership:
                 self._take(worker, WorkerStatus.from_pb(message))
 
     def _take(self, worker: Worker, status: WorkerStatus) -> None:
+        if worker.status is not None and worker.status.epoch != status.epoch:
+            worker.breaker.on_answer()  # it is another process now
         worker.status = status
         refusal = self._refusal(worker, status)
         worker.was_accepted = not refusal

@@ -5,6 +5,7 @@ from __future__ import annotations
 from proto.kvferry.v1 import inference_pb2 as pb
 from router.ledger import RequestLedger
 from router.prepared_request import PreparedRequest
+from router.resume import prompt_digest
 
 
 def started(prepared: PreparedRequest) -> pb.GenerateResponse:
@@ -38,6 +39,7 @@ def started(prepared: PreparedRequest) -> pb.GenerateResponse:
         tier=request.tier,
         num_prompt_tokens=len(prepared.prompt_token_ids),
         prompt_token_ids=prepared.prompt_token_ids if request.prompt_token_ids else (),
+        prompt_digest=prompt_digest(prepared.prompt_token_ids),
     )
     return pb.GenerateResponse(started=message)
 

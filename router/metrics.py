@@ -32,9 +32,9 @@ WORKER_LABELS = ("worker", "role", "address")  # two workers may have been given
 
 
 COUNTERS = (
-    ("blocks_shipped", "num_blocks_shipped", "Blocks sent or received."),
+    ("blocks_shipped", "num_blocks_shipped", "Blocks sent by a prefill worker, received by a decode worker."),
     ("shipped_bytes", "shipped_bytes", "Bytes of block contents."),
-    ("nacks", "num_nacks", "Blocks whose digest was wrong on arrival."),
+    ("nacks", "num_nacks", "Blocks that arrived with a wrong digest: refusals at decode, blocks at prefill."),
     ("steps", "num_steps", "Steps run."),
     ("prefill_tokens", "num_prefill_tokens", "Prompt tokens computed."),
     ("cached_tokens", "num_cached_tokens", "Prompt tokens found in the prefix cache."),

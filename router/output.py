@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvferry.errors import InvalidArgument
 from kvferry.sampling import Finish, SamplingParams
 from kvferry.wire import finish_to_pb
 from proto.kvferry.v1 import inference_pb2 as pb
+from router.resume import ReceivedChoice
 from router.text.output_text import ChoiceText
 from router.text.stop_strings import StopStrings
 from router.text.token_bytes import TokenBytes
@@ -42,6 +44,7 @@ class ChoiceOutput:
         self._index = index
         self._num_prompt_tokens = num_prompt_tokens
         self._put = put
+        self._ending = sampling
         self._text = ChoiceText(
             token_bytes,
             stops=stops,
@@ -69,6 +72,41 @@ class ChoiceOutput:
     def mean_logprob(self) -> float:
         """Log-probability a token; that of no tokens is the lowest."""
         return self.cumulative_logprob / self.num_tokens if self.num_tokens else float("-inf")
+
+    def restore(self, received: ReceivedChoice) -> None:
+        """Takes the tokens that the client has, from the first on; `put` leaves out what it has of their messages.
+
+        A choice that these tokens end is finished. Raises InvalidArgument for text or tokens beyond what there can be.
+        """
+        path, num_ids = f"resume.choices[{self._index}]", len(received.token_ids)
+        delta = self._text.push(received.token_ids)
+        self.stop = delta.stop
+        if self.num_tokens < num_ids:
+            raise InvalidArgument(
+                f"{path}.token_ids", f"has {num_ids} ids; a stop string ended the choice with number {self.num_tokens}"
+            )
+        most = len(delta.text) + self._most_held_chars
+        if self._request.text and received.num_text_chars > most:
+            raise InvalidArgument(
+                f"{path}.num_text_chars",
+                f"{received.num_text_chars} is above {most}, which its tokens can have at most",
+            )
+        self._put_delta(0, delta.token_ids, delta.text)
+        if received.finish is not None:
+            self.told = received.finish
+        elif (finish := self._finish_of(received.token_ids)) is not None:
+            self.finish(finish)
+
+    @property
+    def _most_held_chars(self) -> int:
+        """Text that an end may have added: what was held back for a stop string, and a mark for half a character."""
+        return max(map(len, self._request.stop), default=0) + 1
+
+    def _finish_of(self, token_ids: tuple[int, ...]) -> Finish | None:
+        """How these tokens end the choice, if they do."""
+        if self.stop is not None or not token_ids:
+            return self.stop
+        return self._ending.finish_after(token_ids[-1], len(token_ids))
 
     def push(self, token_ids: tuple[int, ...], logprobs: tuple[float, ...] = ()) -> None:
         """The next tokens, in order."""

@@ -2,17 +2,22 @@
 
 Choices are streamed side by side as they come. Where the best of more candidates are wanted, all of them are held until
 the last has ended (`max_tokens` × best_of ids at most); then the best are sent, best first, numbered from 0 anew.
+
+A resumed response begins with `restore`: streamed choices take the tokens that the client has, others are made again as
+a whole; either way nothing is sent that the client has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from kvferry.sampling import Finish, SamplingParams
 from proto.kvferry.v1 import inference_pb2 as pb
 from router.ledger import RequestLedger
 from router.outbox import Outbox
 from router.output import ChoiceOutput
+from router.resume import Received, ReceivedChoice
 from router.text.stop_strings import StopStrings
 from router.text.token_bytes import TokenBytes
 from router.validation import Request
@@ -37,8 +42,13 @@ class RequestOutput:
         ledger: RequestLedger,
     ) -> None:
         self._num_returned = request.n
-        self._tells_logprob = request.ranks_candidates or request.beam is not None
-        self._outbox = outbox
+        self._tells_logprob = request.comes_at_end
+        received = MappingProxyType[int, ReceivedChoice]({}) if request.resume is None else request.resume.choices
+        self._received = received if self.is_streamed else {}
+        self._is_gone_on_with = request.resume is not None and request.resume.is_begun and self.is_streamed
+        self._puts = [  # to the client, by index in the response
+            Received(received[index], outbox.put).put if index in received else outbox.put for index in range(request.n)
+        ]
         self._ledger = ledger
         self._held = [Outbox() for _ in range(request.best_of)] if request.ranks_candidates else []
         stops = StopStrings(request.stop) if request.stop else None
@@ -57,7 +67,24 @@ class RequestOutput:
         self._sent: list[ChoiceOutput] = [] if self._held else self._choices  # in the order of the response
 
     def _put_of(self, choice: int) -> Callable[[pb.GenerateResponse], None]:
-        return self._held[choice].put if self._held else self._outbox.put
+        return self._held[choice].put if self._held else self._puts[choice]
+
+    def restore(self) -> None:
+        """Brings streamed choices to where the client has them. Raises InvalidArgument where that cannot be."""
+        for choice, received in self._received.items():
+            self._choices[choice].restore(received)
+
+    @property
+    def resumed(self) -> Mapping[int, tuple[int, ...]] | None:
+        """Tokens of the choices that are to be gone on with; None where all begin, together."""
+        if not self._is_gone_on_with:
+            return None
+        return {
+            choice: self._received_ids(choice) for choice, output in enumerate(self._choices) if output.told is None
+        }
+
+    def _received_ids(self, choice: int) -> tuple[int, ...]:
+        return self._received[choice].token_ids if choice in self._received else ()
 
     def push(self, choice: int, token_ids: tuple[int, ...], logprobs: tuple[float, ...] = ()) -> None:
         """The choice's next tokens, in order."""
@@ -90,14 +117,19 @@ class RequestOutput:
         return sum(output.num_tokens for output in self._choices)
 
     @property
+    def num_received_tokens(self) -> int:
+        """Those of them that the client had before this router began."""
+        return sum(len(received.token_ids) for received in self._received.values())
+
+    @property
     def is_streamed(self) -> bool:
         """Whether tokens are sent as they come; else all of them at the end."""
         return not self._tells_logprob
 
     @property
     def num_longest_choice_tokens(self) -> int:
-        """Output tokens of the longest choice so far."""
-        return max(output.num_tokens for output in self._choices)
+        """Output tokens of the longest choice so far, those apart that the client had before this router began."""
+        return max(output.num_tokens - len(self._received_ids(choice)) for choice, output in enumerate(self._choices))
 
     @property
     def finishes(self) -> tuple[Finish, ...]:
@@ -115,5 +147,5 @@ class RequestOutput:
                     message.delta.index = index
                 else:
                     message.finish.index = index
-                self._outbox.put(message)
+                self._puts[index](message)
             self._sent.append(self._choices[choice])

@@ -2,6 +2,7 @@
 
     RequestRun ─► LifecycleRun (all choices) ──SplitChoices──► LifecycleRun (choice 0), LifecycleRun (choice 2), …
 
+A response that another router began starts behind the split: its choices have different tokens.
 What ends a request from outside reaches every lifecycle; an error of one ends the others.
 """
 
@@ -9,20 +10,25 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 
 from opentelemetry.context import Context
 
 from kvferry.errors import DeadlineExceeded, KvferryError
 from kvferry.sampling import Finish, FinishKind
+from kvferry.telemetry import log_event
 from router.cluster import Cluster
 from router.events import Abort, ClientGone, Event, SplitChoice, SplitChoices, TimeLimit
 from router.ledger import RequestLedger
+from router.lifecycle import Phase
 from router.lifecycle_run import LifecycleRun
 from router.prepared_request import PreparedRequest
 from router.request_context import RequestContext
 from router.request_output import RequestOutput
 from router.tracing import AttemptSpans
+
+logger = logging.getLogger(__name__)
 
 CUT_SHORT = (FinishKind.CANCELLED, FinishKind.DEADLINE)
 
@@ -39,7 +45,7 @@ class RequestRun:
         self._context = RequestContext(
             prepared, cluster, output, ledger, itertools.count(1), split=self._on_split, ended=self._on_ended
         )
-        self._runs: list[LifecycleRun] = [LifecycleRun(self._context, AttemptSpans(cluster.tracer, parent))]
+        self._runs = self._first_runs(AttemptSpans(cluster.tracer, parent))
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed_in: str | None = None
         self._error: KvferryError | None = None
@@ -49,14 +55,16 @@ class RequestRun:
         return self._prepared
 
     @property
-    def names(self) -> tuple[str, str]:
-        """What an abort may call it: its id and its caller's label."""
-        return (self._prepared.id, self._prepared.request.label)
+    def names(self) -> tuple[str, ...]:
+        """What an abort may call it: its id, its caller's label, and the id another router gave it."""
+        request = self._prepared.request
+        resumed = () if request.resume is None else (request.resume.server_request_id,)
+        return (self._prepared.id, request.label, *resumed)
 
     @property
     def phase(self) -> str:
         """Where the request is, or was when it ended; for metrics."""
-        return self._failed_in or self._runs[-1].phase
+        return self._failed_in or (self._runs[-1].phase if self._runs else Phase.DONE.name.lower())
 
     @property
     def finish(self) -> Finish | None:
@@ -68,7 +76,8 @@ class RequestRun:
         """Serves the request to the end of all its choices. Raises the error that ended it otherwise."""
         timers = self._start_timers()
         try:
-            self._start(self._runs[0])
+            for run in tuple(self._runs):
+                self._start(run)
             while self._tasks:  # a split adds to them
                 done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -95,6 +104,21 @@ class RequestRun:
             run.post(event)
 
     # --- lifecycles ---
+
+    def _first_runs(self, spans: AttemptSpans) -> list[LifecycleRun]:
+        """One for all choices, or one for each that another router began and that is not over."""
+        request, resumed = self._prepared.request, self._output.resumed
+        if request.resume is not None:
+            log_event(
+                logger,
+                "request_resumed",
+                request=self._prepared.id,
+                began_as=request.resume.server_request_id,
+                received_tokens=request.resume.num_tokens,
+            )
+        if resumed is None:
+            return [LifecycleRun(self._context, spans)]
+        return [self._part(SplitChoice(choice, ids, frozenset(), None), spans) for choice, ids in resumed.items()]
 
     def _start(self, run: LifecycleRun) -> None:
         task = asyncio.create_task(run.wait())

@@ -1,8 +1,9 @@
-"""Which pair of workers serves the next attempt: of each role the least loaded that is ready, ties in turn."""
+"""Which pair of workers serves the next attempt: of each role the least loaded that is ready and well, ties in turn."""
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -87,7 +88,12 @@ class PairSelector:
         others = [worker for worker in ready if worker.address not in excluding]
         if not others and not allow_excluded:
             raise Unavailable(f"every ready {role.value} worker has failed this request before", retry_after_s=1.0)
-        return _least_loaded(others or ready, turn)
+        now_s = time.monotonic()
+        candidates = others or ready
+        well = [worker for worker in candidates if not worker.breaker.is_open(now_s)]
+        chosen = _least_loaded(well or candidates, turn)
+        chosen.breaker.on_chosen(now_s)
+        return chosen
 
 
 def _least_loaded(workers: Sequence[Worker], turn: int) -> Worker:

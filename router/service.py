@@ -37,6 +37,7 @@ from router.prepared_request import PreparedRequest
 from router.request_log import logged
 from router.request_output import RequestOutput
 from router.request_run import RequestRun
+from router.resume import check_prompt
 from router.text.tokenizer import PromptLimits, TextTokenizer
 from router.tracing import describe_outcome, describe_request
 from router.validation import (
@@ -207,6 +208,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             token_ids = await self.tokenize(request.prompt, limits)
         record.ledger.tokenize_s = time.monotonic() - started_s
         record.num_prompt_tokens = len(token_ids)
+        check_prompt(request.resume, token_ids)
         max_tokens = fit(request, len(token_ids), limits)
         span.set_attribute(Attributes.REQUEST_MAX_TOKENS, max_tokens)
         sampling = request.sampling_params(max_tokens, self._parts.tokenizer.eos_token_ids)
@@ -243,8 +245,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             ledger=record.ledger,
         )
         span = trace.get_current_span()
-        run = RequestRun(prepared, self._parts.cluster, output, record.ledger, context_of(span))
         outbox.put(started(prepared))
+        output.restore()
+        run = RequestRun(prepared, self._parts.cluster, output, record.ledger, context_of(span))
         self._running[prepared.id] = run
         task = asyncio.create_task(_run_into(run, output, outbox, record.ledger))
         task.add_done_callback(lambda _: self._running.pop(prepared.id, None))
@@ -256,7 +259,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise
         finally:
             await asyncio.wait([task])
-            record.phase, record.finish, record.num_output_tokens = run.phase, run.finish, output.num_tokens
+            record.phase, record.finish = run.phase, run.finish
+            record.num_output_tokens = output.num_tokens - output.num_received_tokens
             record.is_streamed, record.num_longest_choice_tokens = output.is_streamed, output.num_longest_choice_tokens
             describe_outcome(
                 span,

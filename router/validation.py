@@ -16,6 +16,7 @@ from kvferry.errors import InvalidArgument, NotFound, PermissionDenied, Resource
 from kvferry.kv_layout import KvLayout, num_beam_blocks
 from kvferry.sampling import GREEDY_BELOW_TEMPERATURE, BeamParams, SamplingParams
 from proto.kvferry.v1 import inference_pb2 as pb
+from router.resume import ReceivedResponse, resume_of
 from router.text.chat_template import FIELD as CHAT_FIELD
 from router.text.chat_template import ChatMessage
 from router.text.tokenizer import TEXT_FIELD
@@ -118,6 +119,7 @@ class Request:
         time_limit_s: None for no limit.
         tenant: whose request it is, by its API key.
         text, token_ids, prompt_token_ids: what the response carries.
+        resume: what the client has of the response already; None where it begins.
         The rest as in the public request.
     """
 
@@ -150,11 +152,17 @@ class Request:
     cache_salt: str
     shared_salt: str
     tenant: str
+    resume: ReceivedResponse | None = None
 
     @property
     def ranks_candidates(self) -> bool:
         """Whether the choices are the best of more candidates; nothing is sent before all have ended then."""
         return self.best_of > self.n
+
+    @property
+    def comes_at_end(self) -> bool:
+        """Whether all output comes once everything has ended, best first."""
+        return self.ranks_candidates or self.beam is not None
 
     @property
     def operation(self) -> str:
@@ -187,9 +195,7 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
         NotFound: no such model or adapter.
         PermissionDenied: another tenant is named.
     """
-    num_bytes = message.ByteSize()
-    if num_bytes > limits.max_request_bytes:
-        raise InvalidArgument(PROMPT_FIELD, f"the request has {num_bytes} bytes; at most {limits.max_request_bytes}")
+    _check_size(message, limits)
     _refuse_unsupported(message)
     _refuse_idle_beside_beams(message)
     sampling, stopping, response = message.sampling, message.stopping, message.response
@@ -226,6 +232,7 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
         cache_salt=_salt("cache.cache_salt", message.cache.cache_salt),
         shared_salt=_salt("cache.shared_salt", message.cache.shared_salt),
         tenant=_tenant(message.tenant, tenant),
+        resume=resume_of(message, n=n, vocab_size=limits.vocab_size),
     )
 
 
@@ -366,6 +373,12 @@ def _refuse_idle_beside_beams(message: pb.GenerateRequest) -> None:
 
 
 # --- one field each ---
+
+
+def _check_size(message: pb.GenerateRequest, limits: Limits) -> None:
+    num_bytes = message.ByteSize()
+    if num_bytes > limits.max_request_bytes:
+        raise InvalidArgument(PROMPT_FIELD, f"the request has {num_bytes} bytes; at most {limits.max_request_bytes}")
 
 
 def _label(label: str) -> str:

@@ -12,6 +12,7 @@ from kvferry.kv_layout import KvLayout
 from kvferry.rpc import RpcChannel
 from kvferry.wire import layout_from_pb
 from proto.kvferry.v1 import inference_pb2, worker_pb2
+from router.breaker import Breaker
 
 
 class Role(enum.Enum):
@@ -104,6 +105,7 @@ class Worker:
         num_requests: attempts of this router that hold a call there.
         status: what it said last, None until it said something.
         was_accepted: that status fits the deployment.
+        breaker: whether its last calls failed; a new life begins with a closed one.
     """
 
     def __init__(self, address: str, role: Role, channel: RpcChannel) -> None:
@@ -115,6 +117,7 @@ class Worker:
         self.reason = NOT_REACHED
         self.status: WorkerStatus | None = None
         self.was_accepted = False
+        self.breaker = Breaker()
 
     @property
     def name(self) -> str:

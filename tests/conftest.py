@@ -26,7 +26,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """uvloop, as in `kvferry.rpc.run`."""
+    """uvloop, as in `kvferry.rpc.run`; asyncio's own for what supervises, as in `kvferry up`: gRPC bears no forks."""
+    if item.path.stem == "test_supervisor":
+        return {"asyncio": asyncio.new_event_loop}
     return {"uvloop": uvloop.new_event_loop}
 
 

@@ -18,7 +18,7 @@ from bench.paging.figures import Meter, RunFigures, Slots
 from bench.paging.step_model import StepModel
 from bench.paging.workload import Arrival
 from engine.core import EngineCore, EngineLimits
-from engine.forward_batch import Sampled, SampledToken, SampleRequest, SequenceSlice
+from engine.forward_batch import OnKvWritten, Sampled, SampledToken, SampleRequest, SequenceSlice
 from engine.outputs import BeamsFinished, Output, TokenSampled
 from engine.plan import PlanRunner
 from engine.preemption import PreemptionPolicy
@@ -62,7 +62,7 @@ class TimedRunner(PlanRunner):
         self._clock = clock
         self._block_copy_s = block_copy_s
 
-    def run(self, slices: list[SequenceSlice]) -> list[Sampled | None]:
+    def run(self, slices: list[SequenceSlice], on_kv_written: OnKvWritten | None = None) -> list[Sampled | None]:
         num_tokens = sum(len(part.token_ids) for part in slices)
         self.num_held = len(self.core.scheduler.running)
         self.slots = _slots(self.core, num_tokens)

@@ -59,7 +59,8 @@ Timeout = Annotated[
 def register(app: typer.Typer) -> None:
     """Adds the commands to `app`."""
     app.command(
-        "generate", epilog='Example: kvferry generate --max-tokens 20 --temperature 0 "The capital of France is"'
+        "generate",
+        epilog='Example: kvferry generate --router 10.0.0.1:50051 --router 10.0.0.2:50051 --max-tokens 20 "Once upon"',
     )(generate)
     app.command("chat", epilog='Example: kvferry chat --system "You answer in one sentence."')(chat)
 

@@ -26,7 +26,13 @@ ModelOption = Annotated[
 ]
 DtypeOption = Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16.")]
 TargetOption = Annotated[
-    str | None, typer.Option("--target", metavar="HOST:PORT", help="Router; router.grpc_listen of the configuration.")
+    list[str] | None,
+    typer.Option(
+        "--target",
+        "--router",
+        metavar="HOST:PORT",
+        help="Router; router.grpc_listen of the configuration. Repeatable: where one dies, another takes over.",
+    ),
 ]
 ApiKeyOption = Annotated[
     str | None,
@@ -60,23 +66,22 @@ def configuration(path: Path | None, settings: Sequence[str] | None, flags: Over
 
 @dataclass(frozen=True, slots=True)
 class RouterTarget:
-    """Where a command's router is, and as whom it is called."""
+    """Where a command's router is, or the routers of which any will do, and as whom they are called."""
 
-    address: str
+    addresses: tuple[str, ...]
     api_key: str | None = field(default=None, repr=False)
 
 
-def router_of(target: str | None, api_key: str | None, config: Config) -> RouterTarget:
-    """Flags win over the configuration; raises InvalidArgument when the address is not host:port."""
+def router_of(target: str | Sequence[str] | None, api_key: str | None, config: Config) -> RouterTarget:
+    """Flags win over the configuration; raises InvalidArgument when an address is not host:port."""
     configured = config.client.api_key
     key = api_key if api_key is not None or configured is None else configured.get_secret_value()
-    return RouterTarget(target_of(target, config), key)
+    chosen = [target] if isinstance(target, str) else target
+    return RouterTarget(tuple(_checked_address(address) for address in chosen or [config.router.grpc_listen]), key)
 
 
-def target_of(target: str | None, config: Config) -> str:
-    """Address of the router; raises InvalidArgument when it is not host:port."""
-    chosen = target or config.router.grpc_listen
-    host, _, port = chosen.rpartition(":")
+def _checked_address(address: str) -> str:
+    host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise InvalidArgument("--target", f"must be HOST:PORT, got {chosen!r}")
-    return chosen
+        raise InvalidArgument("--target", f"must be HOST:PORT, got {address!r}")
+    return address

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 
 from kvferry.cli.options import RouterTarget
 from kvferry.client import Client
@@ -17,22 +17,29 @@ CONNECT_TIMEOUT_S = 3.0
 
 @asynccontextmanager
 async def connected(router: RouterTarget, traces: TelemetryConfig | None = None) -> AsyncIterator[Client]:
-    """A client of the router; raises Unavailable at once when nobody listens there.
+    """A client of the router, or of several; raises Unavailable at once when nobody listens at any of their addresses.
 
     Where `traces` names a collector, the client's spans are the roots of its requests' traces.
     """
-    await _check_listens(router.address)
+    await _check_one_listens(router.addresses)
     if traces is None or traces.otlp_endpoint is None:
-        async with Client(router.address, api_key=router.api_key) as client:
+        async with Client(router.addresses, api_key=router.api_key) as client:
             yield client
         return
     configure_logging(traces, "client", "cli")
     telemetry = start_telemetry(traces, "client", "cli")
     try:
-        async with Client(router.address, tracer=telemetry.tracer, api_key=router.api_key) as client:
+        async with Client(router.addresses, tracer=telemetry.tracer, api_key=router.api_key) as client:
             yield client
     finally:
         await telemetry.shutdown()
+
+
+async def _check_one_listens(targets: Sequence[str]) -> None:
+    for target in targets[:-1]:
+        with suppress(Unavailable):
+            return await _check_listens(target)
+    await _check_listens(targets[-1])
 
 
 async def _check_listens(target: str) -> None:

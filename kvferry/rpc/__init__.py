@@ -7,6 +7,7 @@ Above keepalive, which C-core answers even while the peer's Python hangs, intern
 """
 
 from kvferry.rpc.channel import RpcChannel
+from kvferry.rpc.health import Liveness, ask_liveness
 from kvferry.rpc.listen import check_can_listen
 from kvferry.rpc.liveness import HeartbeatWriter, read_with_progress_deadline
 from kvferry.rpc.loop import run
@@ -15,8 +16,10 @@ from kvferry.rpc.status import error_from_rpc
 
 __all__ = [
     "HeartbeatWriter",
+    "Liveness",
     "RpcChannel",
     "RpcServer",
+    "ask_liveness",
     "check_can_listen",
     "error_from_rpc",
     "read_with_progress_deadline",

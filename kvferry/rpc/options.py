@@ -10,6 +10,7 @@ _KEEPALIVE = [
     ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # else one that measures bandwidth is waited for for 60 s
     ("grpc.http2.max_pings_without_data", 0),
 ]
 """One policy for both ends. A client that pings more often than its server allows is disconnected, so the server below

@@ -11,7 +11,6 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -28,6 +27,7 @@ from kvferry.errors import Cancelled, FailedPrecondition, Internal, InvalidArgum
 from kvferry.rpc.listen import check_can_listen
 from kvferry.rpc.options import DEFAULT_MAX_MESSAGE_BYTES, server_options
 from kvferry.rpc.status import status_details
+from kvferry.tasks import Changes
 from kvferry.telemetry import Attributes, mark_error
 
 if TYPE_CHECKING:  # subscripted at type-check time only; at run time the class is not generic
@@ -38,6 +38,10 @@ _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
 
 logger = logging.getLogger(__name__)
+
+LIVENESS_SERVICE = "liveness"
+"""Name the health service knows the process itself by: serving as long as it makes progress, also while it drains or
+waits for its peers. Whoever restarts stuck processes asks for it; whoever sends requests asks for the others."""
 
 STATUS_GRACE_S = 1.0
 """How long ended handlers have to get their status out before the transport closes."""
@@ -59,7 +63,7 @@ class RpcServer:
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         background_methods: frozenset[str] = frozenset(),
     ) -> None:
-        self._calls = _CallsInFlight(background_methods)
+        self._calls = CallsInFlight(background_methods)
         interceptor = _ServerInterceptor(tracer or NoOpTracer(), self._calls)
         self.grpc = grpc.aio.server(interceptors=[interceptor], options=server_options(max_message_bytes))
         self._health = health_aio.HealthServicer()
@@ -81,25 +85,38 @@ class RpcServer:
             await self.grpc.stop(None)  # a server that is dropped unstopped complains when the loop is gone
             raise
         await self.set_serving(serving)
+        await self.set_alive(True)
         await self.grpc.start()
         return address
 
     async def set_serving(self, serving: bool) -> None:
         """What the health service answers for the server and each of its services."""
-        state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in self._services:
-            await self._health.set(service, state)
+            await self._health.set(service, _health_status(serving))
 
-    async def drain(self, grace_s: float, hurry: asyncio.Event | None = None) -> None:
-        """Not serving at once; running calls get `grace_s` (less once `hurry` is set), then end with UNAVAILABLE.
+    async def set_alive(self, alive: bool) -> None:
+        """What the health service answers for `LIVENESS_SERVICE`."""
+        await self._health.set(LIVENESS_SERVICE, _health_status(alive))
+
+    @property
+    def calls(self) -> CallsInFlight:
+        """The calls that run."""
+        return self._calls
+
+    async def drain(self, grace_s: float, hurry: asyncio.Event | None = None, error: Unavailable | None = None) -> None:
+        """Not serving at once; running calls get `grace_s` (less once `hurry` is set), then end with `error`.
 
         New calls are still taken, because what runs may need them (a shipment belongs to a running decode); refusing
         new work is the services' own affair.
         """
         await self.set_serving(False)
         await self._calls.wait_idle(grace_s, hurry)
-        await self._calls.end_all(STATUS_GRACE_S)
+        await self._calls.end_all(STATUS_GRACE_S, error or Unavailable("the server is shutting down"))
         await self.grpc.stop(STATUS_GRACE_S)
+
+
+def _health_status(is_serving: bool) -> health_pb2.HealthCheckResponse.ServingStatus:
+    return health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def _bind(server: grpc.aio.Server, listen: str) -> str:
@@ -111,51 +128,71 @@ def _bind(server: grpc.aio.Server, listen: str) -> str:
     return f"{listen.rpartition(':')[0]}:{bound}"
 
 
-class _CallsInFlight:
+class CallsInFlight:
     """Tasks of running handlers, so that a drain can wait for them and then end them with a status."""
 
     def __init__(self, background_methods: frozenset[str]) -> None:
         self._background = background_methods
-        self._foreground_tasks: set[asyncio.Task[Any]] = set()
-        self._background_tasks: set[asyncio.Task[Any]] = set()
-        self._changed = asyncio.Event()
-        self.ending = False
+        self._methods: dict[asyncio.Task[Any], str] = {}
+        self._errors: dict[asyncio.Task[Any], KvferryError] = {}  # of those that were ended
+        self._last_error: KvferryError | None = None  # of all that end from now on
+        self.changes = Changes()
 
     def add_current(self, method: str) -> bool:
         """Counts the running task in; says whether its call is a background one."""
         task = asyncio.current_task()
         assert task is not None
-        is_background = method.rpartition("/")[2] in self._background
-        tasks = self._background_tasks if is_background else self._foreground_tasks
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-        task.add_done_callback(lambda _: self._changed.set())
-        return is_background
+        self._methods[task] = method.rpartition("/")[2]
+        task.add_done_callback(self._remove)
+        self.changes.notify()
+        return self._methods[task] in self._background
+
+    def _remove(self, task: asyncio.Task[Any]) -> None:
+        del self._methods[task]
+        self._errors.pop(task, None)
+        self.changes.notify()
+
+    def error_of_current(self) -> KvferryError | None:
+        """What the running task was ended with; None where it was not."""
+        task = asyncio.current_task()
+        return self._last_error if task is None else self._errors.get(task, self._last_error)
+
+    def num_running(self, methods: frozenset[str]) -> int:
+        """Calls of these methods (bare names)."""
+        return sum(method in methods for method in self._methods.values())
+
+    @property
+    def _has_foreground(self) -> bool:
+        return any(method not in self._background for method in self._methods.values())
 
     async def wait_idle(self, grace_s: float, hurry: asyncio.Event | None) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                while self._foreground_tasks and not (hurry and hurry.is_set()):
-                    self._changed.clear()
-                    await _first_of(self._changed, hurry)
+        """Returns when only background calls run, after `grace_s`, or with `hurry`."""
+        hurried = asyncio.ensure_future((hurry or asyncio.Event()).wait())
+        idle = asyncio.ensure_future(self._idle())
+        try:
+            await asyncio.wait([hurried, idle], timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            hurried.cancel()
+            idle.cancel()
 
-    async def end_all(self, timeout_s: float) -> None:
-        """Cancels what runs; `ending` tells the interceptor to answer UNAVAILABLE instead of nothing."""
-        self.ending = True
-        tasks = self._foreground_tasks | self._background_tasks
-        for task in tasks:
+    async def _idle(self) -> None:
+        while self._has_foreground:
+            await self.changes.wait_beyond(self.changes.number)
+
+    def end(self, methods: frozenset[str] | None, error: KvferryError) -> Sequence[asyncio.Task[Any]]:
+        """Ends the calls of these methods, all for None, with `error`; returns their tasks."""
+        ended = [task for task, method in self._methods.items() if methods is None or method in methods]
+        for task in ended:
+            self._errors.setdefault(task, error)
             task.cancel()
+        return ended
+
+    async def end_all(self, timeout_s: float, error: KvferryError) -> None:
+        """Ends what runs, and what may still come, and waits for the statuses."""
+        self._last_error = error
+        tasks = self.end(None, error)
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)
-
-
-async def _first_of(*events: asyncio.Event | None) -> None:
-    waits = [asyncio.ensure_future(event.wait()) for event in events if event is not None]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
 
 
 def _careful(parse: Callable[[bytes], Any], *, raises: bool) -> Callable[[bytes], Any]:
@@ -177,7 +214,7 @@ def _careful(parse: Callable[[bytes], Any], *, raises: bool) -> Callable[[bytes]
 class _ServerInterceptor(grpc.aio.ServerInterceptor):
     """Around every handler of ours: trace, error mapping, accounting. The health and reflection services pass by."""
 
-    def __init__(self, tracer: Tracer, calls: _CallsInFlight) -> None:
+    def __init__(self, tracer: Tracer, calls: CallsInFlight) -> None:
         self._tracer = tracer
         self._calls = calls
 
@@ -228,8 +265,9 @@ class _ServerInterceptor(grpc.aio.ServerInterceptor):
             mark_error(span, error)
             return
         ended = isinstance(error, asyncio.CancelledError)
-        if ended and self._calls.ending and not context.cancelled():
-            error = Unavailable("the server is shutting down")
+        ended_with = self._calls.error_of_current()
+        if ended and ended_with is not None and not context.cancelled():
+            error = ended_with
         elif ended or context.cancelled():  # a write to a caller that has gone fails with errors of many kinds
             mark_error(span, Cancelled("the caller went away"))
             raise asyncio.CancelledError from error

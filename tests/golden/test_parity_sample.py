@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.forward_batch import Sampled, SequenceSlice
+from engine.forward_batch import OnKvWritten, Sampled, SequenceSlice
 from engine.runner import Runner, RunnerConfig, open_runner
 from tests.golden.parity import LocalDriver, Reference, check_parity, random_prompts
 from tests.support.models import ARCHITECTURES, VOCAB_SIZE, save_tiny_model
@@ -75,8 +75,8 @@ class _OverwritesABlock:
         self.max_context, self.vocab_size = runner.max_context, runner.vocab_size
         self.block_view, self.copy_partial, self.populate = runner.block_view, runner.copy_partial, runner.populate
 
-    def run(self, slices: list[SequenceSlice]) -> list[Sampled | None]:
+    def run(self, slices: list[SequenceSlice], on_kv_written: OnKvWritten | None = None) -> list[Sampled | None]:
         self._num_steps += 1
         if self._num_steps == 2:
             self.block_view(4)[:] = self.block_view(3)
-        return self._runner.run(slices)
+        return self._runner.run(slices, on_kv_written)

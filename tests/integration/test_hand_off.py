@@ -215,12 +215,12 @@ async def test_a_decode_batch_never_grows_past_its_seats(tmp_path: Path) -> None
         runner, largest = core_of(pair.decode).runner, 0
         run = runner.run
 
-        def counting(slices: Any) -> Any:
+        def counting(slices: Any, *rest: Any) -> Any:
             nonlocal largest
             largest = max(largest, len(slices))
-            return run(slices)
+            return run(slices, *rest)
 
-        runner.run = counting  # type: ignore[method-assign]
+        runner.run = counting  # type: ignore[assignment, method-assign]
         requests = [pair.begin() for _ in range(8)]
         await asyncio.gather(*(request.finished() for request in requests))
         assert all(pair.prompts.is_right(request) for request in requests)
@@ -559,10 +559,11 @@ class Residue:
             "attempts": decode.role.servicer.num_attempts,  # type: ignore[attr-defined]
             "grants": decode.role.admission.num_waiting,  # type: ignore[attr-defined]
             "commits": len(decode.role.admission._committed),  # type: ignore[attr-defined]
+            "registered": len(decode.role.admission._registered),  # type: ignore[attr-defined]
             "prefills": len(prefill.role.servicer._running),  # type: ignore[attr-defined]
             "mailboxes": len(prefill.role.servicer.mailboxes) + len(decode.role.servicer._mailboxes),  # type: ignore[attr-defined]
             "channels": len(prefill.role.servicer.peers._peers),  # type: ignore[attr-defined]
-            "calls": sum(len(worker.server._calls._foreground_tasks) for worker in (prefill, decode)),
+            "calls": sum(len(worker.server._calls._methods) for worker in (prefill, decode)),
             "bypasses": sum(len(role.core.scheduler.waiting._num_bypasses) for role in roles),
         }
         pages = int(Path("/proc/self/statm").read_text().split()[1])

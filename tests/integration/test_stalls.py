@@ -322,6 +322,34 @@ async def test_decode_killed_while_it_decodes(tmp_path: Path) -> None:
         await assert_idle(prefill)
 
 
+async def test_decode_is_serving_while_a_prefill_worker_dies_on_it(model: Model) -> None:
+    """R010: asked all the time, from the middle of a shipment until others were served."""
+    answers: set[int] = set()
+    async with (
+        late_prefill(model, FULL_BLOCKS - 1, FOR_EVER_S) as prefill,
+        running_worker("prefill", model.config()) as other,
+        running_worker("decode", model.config()) as decode,
+        RpcChannel(decode.address) as channel,
+    ):
+        health = health_pb2_grpc.HealthStub(channel.grpc)
+
+        async def ask_until_done(call: asyncio.Future[None]) -> None:
+            while not call.done():
+                answers.add((await health.Check(health_pb2.HealthCheckRequest(), timeout=1.0)).status)
+
+        request = model.begin(prefill, decode)
+        await until(lambda: decode.role.load().num_blocks_shipped >= 2)
+        prefill.send(signal.SIGKILL)
+        await ask_until_done(request.prefill)
+        assert isinstance(await failure_of(request.prefill), Unavailable)
+        await request.end(Ending.CHANNELS)
+        served = asyncio.ensure_future(model.check_serves(other, decode, 4))
+        await ask_until_done(served)
+        await served
+        await assert_idle(decode)
+    assert answers == {health_pb2.HealthCheckResponse.SERVING}
+
+
 # -- asked to go ------------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.core import EngineCore, EngineLimits
 from engine.preemption import PreemptionPolicy
@@ -133,7 +133,8 @@ class Cluster:
         life = Life(self.world, name, self._epochs)
         num_blocks = self._num_prefill_blocks if name.startswith("P") else self._num_decode_blocks
         runner = ScriptedRunner(SCRIPT, num_blocks=num_blocks, block_size=BLOCK_SIZE)
-        core = EngineCore(runner, self._limits, clock_ns=lambda: self.world.now_ns)
+        limits = replace(self._limits, digests=name.startswith("P"))
+        core = EngineCore(runner, limits, clock_ns=lambda: self.world.now_ns)
         worker: Worker
         if name.startswith("P"):
             worker = PrefillWorker(life, core, self._oracle, self._network, self._plan.frames)

@@ -106,7 +106,7 @@ class EngineHost:
         has_work = self.core.has_work
         duration_ns = self._world.between(0.2 * MS, 1.5 * MS) if has_work else 5_000
         if has_work and self._world.happens(0.5):
-            self._life.after(duration_ns, self._end_turn, outputs, *self._step())
+            self._life.after(duration_ns, self._end_turn, outputs, *self._step(outputs))
         else:
             self._life.after(duration_ns, self._step_and_end_turn, outputs)
 
@@ -122,13 +122,20 @@ class EngineHost:
         if pending.done is not None:
             self._tell(pending.tell, result)
 
-    def _step(self) -> tuple[list[Output], bool]:
-        """What a step said, and whether it computed anything."""
-        outputs = self.core.step() if self.core.has_work else []
+    def _step(self, before: list[Output]) -> tuple[list[Output], bool]:
+        """What a step said at its end, and whether it computed anything; `before` is told with what it says earlier."""
+
+        def tell(early: list[Output]) -> None:
+            self._world.counts["told early"] += 1
+            self._tell(self._deliver, [*before, *early])
+            before.clear()
+
+        outputs = self.core.step(tell) if self.core.has_work else []
         return outputs, not self.core.is_blocked
 
     def _step_and_end_turn(self, outputs: list[Output]) -> None:
-        self._end_turn(outputs, *self._step())
+        stepped = self._step(outputs)
+        self._end_turn(outputs, *stepped)
 
     def _end_turn(self, before: list[Output], stepped: list[Output], has_computed: bool) -> None:
         self.check()

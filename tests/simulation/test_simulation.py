@@ -34,6 +34,7 @@ def test_the_sample_reaches_the_corners_it_is_for() -> None:
         "ended while parked",
         "waits for workers",
         "drains",
+        "told early",
         "router crashes",
         "routers lost",
         "ended: length",

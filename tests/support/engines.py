@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceOf
 
 from engine.beam import BeamSearch, Hypothesis
 from engine.core import EngineCore, EngineLimits
-from engine.forward_batch import Sampled, SampledToken, SequenceSlice
+from engine.forward_batch import OnKvWritten, Sampled, SampledToken, SequenceSlice
 from engine.outputs import Output
 from engine.scripted import (
     DEFAULT_SCRIPT_CONFIG,
@@ -45,10 +45,10 @@ class WatchedRunner(ScriptedRunner):
         self.published: Callable[[], Iterable[int]] = tuple
         self.num_tokens_run = 0
 
-    def run(self, slices: list[SequenceSlice]) -> list[Sampled | None]:
+    def run(self, slices: list[SequenceSlice], on_kv_written: OnKvWritten | None = None) -> list[Sampled | None]:
         try:
             self._check(slices)
-            sampled = super().run(slices)
+            sampled = super().run(slices, on_kv_written)
         except AssertionError as fault:
             raise BrokenStep(*fault.args) from fault
         self.num_tokens_run += sum(len(part.token_ids) for part in slices)

@@ -234,6 +234,22 @@ class FakeWorker(
                 await context.write(self._status())
             await asyncio.sleep(WATCH_INTERVAL_S)
 
+    async def Drain(  # type: ignore[override]  # a coroutine that writes
+        self,
+        request: worker_pb2.DrainRequest,
+        context: ServicerContext[worker_pb2.DrainRequest, worker_pb2.DrainResponse],
+    ) -> None:
+        self.draining = True
+        await context.write(worker_pb2.DrainResponse())
+
+    async def Undrain(
+        self,
+        request: worker_pb2.UndrainRequest,
+        context: ServicerContext[worker_pb2.UndrainRequest, worker_pb2.UndrainResponse],
+    ) -> worker_pb2.UndrainResponse:
+        was_draining, self.draining = self.draining, False
+        return worker_pb2.UndrainResponse(was_draining=was_draining)
+
     def _status(self) -> worker_pb2.WatchResponse:
         network = self.network
         capabilities = types_pb2.Capabilities(

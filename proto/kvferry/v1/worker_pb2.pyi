@@ -109,6 +109,30 @@ class WatchResponse(_message.Message):
     load: WorkerLoad
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., capabilities: _Optional[_Union[_types_pb2.Capabilities, _Mapping]] = ..., draining: _Optional[bool] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
 
+class DrainRequest(_message.Message):
+    __slots__ = ("grace_s",)
+    GRACE_S_FIELD_NUMBER: _ClassVar[int]
+    grace_s: float
+    def __init__(self, grace_s: _Optional[float] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("num_running", "grace_left_s")
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    GRACE_LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    num_running: int
+    grace_left_s: float
+    def __init__(self, num_running: _Optional[int] = ..., grace_left_s: _Optional[float] = ...) -> None: ...
+
+class UndrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UndrainResponse(_message.Message):
+    __slots__ = ("was_draining",)
+    WAS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    was_draining: bool
+    def __init__(self, was_draining: _Optional[bool] = ...) -> None: ...
+
 class WorkerLoad(_message.Message):
     __slots__ = ("num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_used_blocks", "num_steps", "num_prefill_tokens", "num_cached_tokens", "num_sampled_tokens", "num_blocks_shipped", "shipped_bytes", "num_nacks", "num_evictions", "num_recompute_preemptions", "num_swap_preemptions", "num_recomputed_tokens", "num_blocks_swapped_out", "num_blocks_swapped_in", "num_blocks_copied", "num_pinned_blocks", "tenant_hits", "num_integrity_faults", "num_unsound_hits", "max_running", "num_parked_prompts")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]

@@ -40,6 +40,16 @@ class WorkerServiceStub:
                 request_serializer=proto_dot_kvferry_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
                 response_deserializer=proto_dot_kvferry_dot_v1_dot_worker__pb2.WatchResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_stream(
+                '/kvferry.v1.WorkerService/Drain',
+                request_serializer=proto_dot_kvferry_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+                response_deserializer=proto_dot_kvferry_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/kvferry.v1.WorkerService/Undrain',
+                request_serializer=proto_dot_kvferry_dot_v1_dot_worker__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=proto_dot_kvferry_dot_v1_dot_worker__pb2.UndrainResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -54,6 +64,21 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Takes no new work from now on. What runs past the grace is ended for the router to go on with elsewhere. Progress is
+        sent at every change and ends when nothing is left; a caller that hangs up ends the messages, not the drain.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Undrain(self, request, context):
+        """Takes new work again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -61,6 +86,16 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=proto_dot_kvferry_dot_v1_dot_worker__pb2.WatchRequest.FromString,
                     response_serializer=proto_dot_kvferry_dot_v1_dot_worker__pb2.WatchResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_stream_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=proto_dot_kvferry_dot_v1_dot_worker__pb2.DrainRequest.FromString,
+                    response_serializer=proto_dot_kvferry_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=proto_dot_kvferry_dot_v1_dot_worker__pb2.UndrainRequest.FromString,
+                    response_serializer=proto_dot_kvferry_dot_v1_dot_worker__pb2.UndrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -91,6 +126,60 @@ class WorkerService:
             '/kvferry.v1.WorkerService/Watch',
             proto_dot_kvferry_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
             proto_dot_kvferry_dot_v1_dot_worker__pb2.WatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvferry.v1.WorkerService/Drain',
+            proto_dot_kvferry_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+            proto_dot_kvferry_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.WorkerService/Undrain',
+            proto_dot_kvferry_dot_v1_dot_worker__pb2.UndrainRequest.SerializeToString,
+            proto_dot_kvferry_dot_v1_dot_worker__pb2.UndrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

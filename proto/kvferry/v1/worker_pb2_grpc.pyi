@@ -37,6 +37,12 @@ class WorkerServiceStub:
     """Says who the worker is, then sends a status at once and at every change, at least every heartbeat interval. The stream
     is the worker's membership: while it lives the worker is there.
     """
+    Drain: _grpc.UnaryStreamMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
+    """Takes no new work from now on. What runs past the grace is ended for the router to go on with elsewhere. Progress is
+    sent at every change and ends when nothing is left; a caller that hangs up ends the messages, not the drain.
+    """
+    Undrain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UndrainRequest, _worker_pb2.UndrainResponse]
+    """Takes new work again."""
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -47,6 +53,12 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Says who the worker is, then sends a status at once and at every change, at least every heartbeat interval. The stream
     is the worker's membership: while it lives the worker is there.
     """
+    Drain: _aio.UnaryStreamMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
+    """Takes no new work from now on. What runs past the grace is ended for the router to go on with elsewhere. Progress is
+    sent at every change and ends when nothing is left; a caller that hangs up ends the messages, not the drain.
+    """
+    Undrain: _aio.UnaryUnaryMultiCallable[_worker_pb2.UndrainRequest, _worker_pb2.UndrainResponse]  # type: ignore[assignment]
+    """Takes new work again."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """What every worker answers."""
@@ -60,6 +72,24 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Says who the worker is, then sends a status at once and at every change, at least every heartbeat interval. The stream
         is the worker's membership: while it lives the worker is there.
         """
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _worker_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.DrainResponse], _abc.AsyncIterator[_worker_pb2.DrainResponse]]:
+        """Takes no new work from now on. What runs past the grace is ended for the router to go on with elsewhere. Progress is
+        sent at every change and ends when nothing is left; a caller that hangs up ends the messages, not the drain.
+        """
+
+    @_abc_1.abstractmethod
+    def Undrain(
+        self,
+        request: _worker_pb2.UndrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.UndrainResponse, _abc.Awaitable[_worker_pb2.UndrainResponse]]:
+        """Takes new work again."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from engine.core import EngineCore, EngineLimits
-from engine.forward_batch import Sampled, SequenceSlice
+from engine.forward_batch import OnKvWritten, Sampled, SequenceSlice
 from engine.local import generate
-from engine.outputs import ChunkComputed, SequenceStarted, TokenSampled
-from engine.scripted import ScriptConfig, ScriptedRunner, reference_continuation
+from engine.outputs import ChunkComputed, Output, SequenceStarted, TokenSampled
+from engine.scripted import ScriptConfig, ScriptedRunner, reference_continuation, slots_of
 from engine.sequence import Priority, Sequence, SequenceStatus
 from kvferry.errors import InvalidArgument, ResourceExhausted
 from kvferry.sampling import Finish, FinishKind, SamplingParams
@@ -205,10 +205,10 @@ def test_resumed_sequence_continues_where_the_first_left_off() -> None:
 class _FailingRunner(ScriptedRunner):
     """Raises whenever token 666 is computed."""
 
-    def run(self, slices: list[SequenceSlice]) -> list[Sampled | None]:
+    def run(self, slices: list[SequenceSlice], on_kv_written: OnKvWritten | None = None) -> list[Sampled | None]:
         if any(666 in part.token_ids for part in slices):
             raise RuntimeError("evil token")
-        return super().run(slices)
+        return super().run(slices, on_kv_written)
 
 
 def test_a_sequence_that_breaks_the_model_fails_alone() -> None:
@@ -251,3 +251,37 @@ def test_random_cancels_free_every_block_once(seed: int) -> None:
         assert results[name].token_ids == reference_continuation(prompts[name], 20)
     core.check_integrity()
     assert core.pool.counts.used == 0
+
+
+def test_what_can_be_shipped_is_told_before_the_step_ends() -> None:
+    core = make_core(64, EngineLimits(digests=True, max_chunk_tokens=20), block_size=8)
+    prompt = random_prompt(random.Random(1), 50)
+    made = make_sequence(core, "s", prompt, 2)
+    core.add(made)
+    early: list[tuple[list[object], bool]] = []  # what was told, and whether its full blocks were whole and digested
+
+    def tell(outputs: list[Output]) -> None:
+        computed = next(one.num_computed_tokens for one in outputs if isinstance(one, ChunkComputed))
+        slots = slots_of(prompt[:computed])
+        blocks = range(computed // 8)
+        whole = [
+            core.runner.block_view(made.block_table[index]).tobytes() == slots[index * 64 : (index + 1) * 64]
+            and core.pool.digest(made.block_table[index]) is not None
+            for index in blocks
+        ]
+        early.append((list(outputs), all(whole)))
+
+    late: list[Output] = []
+    while core.has_work:
+        late += core.step(tell)
+    told = [output for outputs, _ in early for output in outputs]
+    assert all(is_whole for _, is_whole in early)
+    assert [type(output) for output in told] == [SequenceStarted, ChunkComputed, ChunkComputed, ChunkComputed]
+    assert [one.num_computed_tokens for one in told if isinstance(one, ChunkComputed)] == [20, 40, 50]
+    assert [type(output) for output in late] == [TokenSampled, TokenSampled]
+
+
+def test_without_a_listener_everything_is_returned() -> None:
+    core = make_core(64, EngineLimits(digests=True))
+    core.add(make_sequence(core, "s", [1, 2, 3], 1))
+    assert [type(output) for output in core.step()] == [SequenceStarted, ChunkComputed, TokenSampled]

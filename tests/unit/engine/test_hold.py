@@ -385,7 +385,7 @@ def test_one_that_fails_when_it_is_computed_again_says_so() -> None:
     parked, _ = held_prompt(core, "parked"), held_prompt(core, "other", 7 * BLOCK_SIZE)
     secure(core, parked)
 
-    def fail(slices: object) -> None:
+    def fail(slices: object, *rest: object) -> None:
         raise RuntimeError("out of order")
 
     core.runner.run = fail  # type: ignore[assignment, method-assign]

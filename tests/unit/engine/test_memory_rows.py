@@ -10,7 +10,7 @@ import pytest
 import engine.sequence
 from decode_svc.admission import DecodeAdmission
 from engine.core import EngineCore, EngineLimits
-from engine.forward_batch import Sampled, SequenceSlice
+from engine.forward_batch import OnKvWritten, Sampled, SequenceSlice
 from engine.local import choice_name, generate
 from engine.outputs import Output, SequenceFailed, SequencePreempted, TokenSampled
 from engine.preemption import PreemptionMode, PreemptionPolicy
@@ -315,10 +315,10 @@ def test_coming_back_after_preemption_is_no_cache_hit(mode: PreemptionMode) -> N
 class _FailingRunner(WatchedRunner):
     """Raises whenever token 666 is computed, alone or in company."""
 
-    def run(self, slices: list[SequenceSlice]) -> list[Sampled | None]:
+    def run(self, slices: list[SequenceSlice], on_kv_written: OnKvWritten | None = None) -> list[Sampled | None]:
         if any(666 in part.token_ids for part in slices):
             raise RuntimeError("evil token")
-        return super().run(slices)
+        return super().run(slices, on_kv_written)
 
 
 def begin_somehow(core: EngineCore, admission: DecodeAdmission, sequence: Sequence, rng: random.Random) -> None:

@@ -108,10 +108,10 @@ class Meter:
         self.num_steps = self.num_slices = 0
         run = PlanRunner.run
 
-        def counted(runner: PlanRunner, slices: list[SequenceSlice]) -> object:
+        def counted(runner: PlanRunner, slices: list[SequenceSlice], *rest: object) -> object:
             self.num_steps += 1
             self.num_slices += len(slices)
-            return run(runner, slices)
+            return run(runner, slices, *rest)  # type: ignore[arg-type]
 
         patch.setattr(PlanRunner, "run", counted)
 

@@ -154,3 +154,15 @@ def test_a_seeded_sequence_resumes_with_the_same_tokens(runner: Runner) -> None:
         request = SampleRequest(sampling, known, known - 11)
         sampled = runner.run([SequenceSlice("r", token_ids[:known], 0, [7, 8, 9], request)])
         assert token_of(sampled[0]) == token_ids[known]
+
+
+def test_it_says_when_the_kv_is_written(folder: Path) -> None:
+    """Once a step, with the last layer's keys and values in the pool, before the logits."""
+    own = open_runner(folder, RunnerConfig(num_blocks=8))
+    prompt = list(range(5, 45))
+    at_call: list[bytes] = []
+    sampled = own.run([whole(prompt, [3, 1, 2])], lambda: at_call.append(own.block_view(1).tobytes()))
+    assert sampled[0] is not None
+    assert len(at_call) == 1
+    assert at_call[0] == own.block_view(1).tobytes()
+    assert any(at_call[0])

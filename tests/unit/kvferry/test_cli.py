@@ -33,6 +33,7 @@ COMMANDS = [
     ("models", "list"),
     ("models", "prepare"),
     ("workers",),
+    ("drain",),
     ("cache",),
     ("cache", "stats"),
     ("cache", "flush"),
@@ -113,6 +114,13 @@ async def test_generate_writes_the_text(environment: dict[str, str], router: Run
     outcome = await kvferry(environment, "generate", "--target", router.address, "-", stdin="from a pipe")
     assert outcome == Outcome(0, TEXT + "\n", "")
     assert router.fake.requests[0].text == "from a pipe"
+
+
+async def test_of_several_routers_one_that_is_there_answers(environment: dict[str, str], router: Running) -> None:
+    arguments = ("generate", "--router", "127.0.0.1:1", "--router", router.address, "x")
+    assert await kvferry(environment, *arguments) == Outcome(0, TEXT + "\n", "")
+    outcome = await kvferry(environment, "generate", "--router", "127.0.0.1:1", "--router", "127.0.0.1:2", "x")
+    assert outcome.code == 1 and "no router answers at 127.0.0.1:2 (connection refused)" in outcome.stderr
 
 
 async def test_generate_shows_several_choices_one_after_the_other(environment: dict[str, str], router: Running) -> None:

@@ -58,6 +58,7 @@ async def _up(folder: Path, *arguments: str, **environment: str) -> asyncio.subp
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvferry.cli.app", "up", "--model", str(folder / "model"), *arguments),
+        *("--set", "supervisor.probe_timeout_s=600"),  # the stand-ins answer no probes
         cwd=folder,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

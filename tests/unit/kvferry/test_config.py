@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from kvferry.cli.options import configuration
 from kvferry.config import (
@@ -18,6 +18,7 @@ from kvferry.config import (
     ModelConfig,
     ShippingFaultConfig,
     TenantConfig,
+    TransferConfig,
     child_environment,
     load_config,
     to_toml,
@@ -281,6 +282,19 @@ def explained_example(name: str, model: type[BaseModel]) -> str:
         place = next(place for place, line in enumerate(table) if line.startswith(f"# {key} = "))
         assert table[place - 1] == f"# # {' '.join((field.description or 'nothing').split())}"
     return "\n".join(line.removeprefix("# ") for line in table)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_frame_bytes": 3 << 20, "max_inflight_bytes_per_peer": 1 << 20}, "max_frame_bytes must not be above"),
+        ({"max_inflight_bytes_per_peer": 8 << 20, "max_inflight_bytes": 4 << 20}, "per_peer must not be above"),
+        ({"transport": "shm", "max_staging_bytes": 0}, "transport shm needs max_staging_bytes of at least"),
+    ],
+)
+def test_bounds_of_shipping_that_do_not_go_together_are_refused(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        TransferConfig.model_validate(settings)
 
 
 @pytest.mark.parametrize(

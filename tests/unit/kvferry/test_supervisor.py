@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import re
@@ -10,11 +11,15 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvferry.config import SupervisorConfig
 from kvferry.errors import FailedPrecondition, Unavailable
-from kvferry.supervisor import Child, ChildSpec, Supervisor
+from kvferry.rpc import Liveness, RpcChannel, ask_liveness
+from kvferry.step_log import MappedStepLog
+from kvferry.supervisor import MAX_LAST_LINE_CHARS, Child, ChildSpec, Supervisor
 
 pytestmark = pytest.mark.processes
 
@@ -33,6 +38,8 @@ if mode == "hangs":
     time.sleep(600)
 if mode == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+elif mode == "crashes":
+    signal.signal(signal.SIGTERM, lambda *_: (sys.stderr.write("bad things\\n" + "x" * 5000 + "\\n"), os._exit(3)))
 elif mode == "drains":
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)))
 else:
@@ -126,6 +133,117 @@ async def test_child_that_dies_is_started_again_on_its_address(spec: Callable[[s
         await _until(lambda: child.ready["life"] == 2)
         assert child.pid != first_pid
         assert (child.address, child.num_restarts) == ("127.0.0.1:4242", 1)
+
+
+def _events(caplog: pytest.LogCaptureFixture, name: str) -> list[dict[str, Any]]:
+    return [getattr(record, "fields", {}) for record in caplog.records if record.getMessage() == name]
+
+
+async def test_what_is_known_of_a_crash_is_one_event(
+    spec: Callable[[str], ChildSpec], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps_file = tmp_path / "decode-0.steps"
+    log = MappedStepLog(steps_file)
+    log.begin(1, 10**9, 3, 4)
+    async with Supervisor(min_backoff_s=0.01) as supervisor:
+        child = await supervisor.start(dataclasses.replace(spec("crashes"), steps_file=steps_file))
+        pid = child.pid
+        os.kill(pid, signal.SIGTERM)
+        await _until(lambda: child.ready["life"] == 2)
+        (crash,) = _events(caplog, "worker_crashed")
+        assert (crash["child"], crash["pid"], crash["exit"], crash["stuck"]) == ("decode-0", pid, "exit code 3", "")
+        assert crash["stderr"] == ["one line of log", "bad things", "x" * MAX_LAST_LINE_CHARS]
+        assert crash["uptime_s"] > 0 and crash["restart_in_s"] == 0.01
+        step = {"number": 1, "began_at_unix_s": 1.0, "duration_s": None, "num_sequences": 3, "num_tokens": 4}
+        assert crash["last_steps"] == [step]
+        assert crash["steps_file"] == str(tmp_path / "decode-0.crashed") and Path(crash["steps_file"]).exists()
+        os.kill(child.pid, signal.SIGKILL)
+        await _until(lambda: child.ready["life"] == 3)
+        last = _events(caplog, "worker_crashed")[-1]
+        assert (last["exit"], last["last_steps"], last["steps_file"]) == ("SIGKILL", [], "")
+
+
+async def test_a_child_that_ends_as_it_was_asked_to_has_not_crashed(
+    spec: Callable[[str], ChildSpec], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a rolling restart: SIGTERM from elsewhere, exit code 0, and another life."""
+    async with Supervisor(min_backoff_s=0.01) as supervisor:
+        child = await supervisor.start(spec("serves"))
+        os.kill(child.pid, signal.SIGTERM)
+        await _until(lambda: child.ready["life"] == 2)
+    assert [event["exit_code"] for event in _events(caplog, "child_ended")] == [0]
+    assert not _events(caplog, "worker_crashed")
+
+
+PROBED = """
+import asyncio, sys
+from kvferry.process import StopSignals, print_ready
+from kvferry.rpc import RpcServer
+async def main():
+    stop = StopSignals().install()
+    server = RpcServer()
+    address = await server.start(sys.argv[3], [], serving=False)
+    print_ready(address=address)
+    if sys.argv[1] == "stuck":
+        await server.set_alive(False)
+    await stop.requested.wait()
+    await server.drain(0)
+asyncio.run(main())
+"""
+PROBES = SupervisorConfig(probe_period_s=0.1, probe_timeout_s=3.0)
+
+
+@pytest.fixture
+def probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ChildSpec]:
+    (tmp_path / "probed_service.py").write_text(PROBED)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.getcwd()}")
+    return lambda mode: ChildSpec("decode-0", "probed_service", [mode], is_probed=True)
+
+
+async def test_a_child_that_makes_no_progress_writes_its_stacks_and_is_started_again(
+    probed: Callable[[str], ChildSpec], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Supervisor(min_backoff_s=0.01, probes=PROBES) as supervisor:
+        child = await supervisor.start(probed("stuck"))
+        pid = child.pid
+        await _until(lambda: child.num_restarts > 0 and child.pid != pid)
+        crash = _events(caplog, "worker_crashed")[0]
+    assert (crash["pid"], crash["exit"], crash["stuck"]) == (pid, "SIGKILL", "it says that it makes no progress")
+    assert any("probed_service.py" in line for line in crash["stderr"]), "its stacks are missing"
+
+
+async def test_a_child_that_answers_nothing_is_started_again(
+    probed: Callable[[str], ChildSpec], caplog: pytest.LogCaptureFixture
+) -> None:
+    """SIGSTOP: connections are taken, by the kernel, and nothing comes."""
+    async with Supervisor(min_backoff_s=0.01, probes=PROBES) as supervisor:
+        child = await supervisor.start(probed("serves"))
+        pid = child.pid
+        os.kill(pid, signal.SIGSTOP)
+        await _until(lambda: child.num_restarts == 1 and not child.is_starting)
+        (crash,) = _events(caplog, "worker_crashed")
+        assert (crash["pid"], crash["exit"], crash["stuck"]) == (pid, "SIGKILL", "it answered nothing for 3 s")
+        assert _is_running(child.pid)
+
+
+async def test_a_child_that_takes_no_requests_is_left_alone(
+    probed: Callable[[str], ChildSpec], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It drains, or waits for its peers: not ready, and not stuck. Probed many times over."""
+    num_probes = 0
+
+    async def counted(channel: RpcChannel, timeout_s: float) -> Liveness:
+        nonlocal num_probes
+        num_probes += 1
+        return await ask_liveness(channel, timeout_s)
+
+    monkeypatch.setattr("kvferry.supervisor.ask_liveness", counted)
+    async with Supervisor(probes=SupervisorConfig(probe_period_s=0.05, probe_timeout_s=3.0)) as supervisor:
+        child = await supervisor.start(probed("serves"))
+        await _until(lambda: num_probes > 20)
+        assert child.num_restarts == 0
+    assert child.process.returncode == 0
+    assert not _events(caplog, "worker_crashed")
 
 
 @pytest.mark.parametrize("how", ["grace", "hurry"])

@@ -37,12 +37,12 @@ class Bench:
         self._telemetry = telemetry
         run = self.core.runner.run
 
-        def gated(slices: Any) -> Any:
+        def gated(slices: Any, *rest: Any) -> Any:
             self.is_in_step.set()
             assert self.gate.wait(10)
-            return run(slices)
+            return run(slices, *rest)
 
-        self.core.runner.run = gated  # type: ignore[method-assign]
+        self.core.runner.run = gated  # type: ignore[assignment, method-assign]
         self.engine.start()
 
     async def held(self, name: str, first: int, num_tokens: int = NUM_TOKENS) -> Sequence:

@@ -14,6 +14,7 @@ from kvferry.errors import (
     KvferryError,
     TargetUnavailable,
     Unavailable,
+    WorkerDraining,
 )
 from kvferry.sampling import Finish, FinishKind
 from router.events import (
@@ -42,7 +43,7 @@ from router.events import (
     Tokens,
     WorkersChosen,
 )
-from router.lifecycle import RequestLifecycle
+from router.lifecycle import DEFAULT_MAX_ATTEMPTS, MAX_MOVES, RequestLifecycle
 
 PROMPT = (7, 8, 9)
 LENGTH = Finish(FinishKind.LENGTH)
@@ -220,8 +221,35 @@ def test_progress_resets_the_count() -> None:
         life.handle(Registered(attempt, 5, "d0:9"))
         if attempt % 3 == 0:
             life.handle(FirstToken(attempt, life.num_emitted_tokens, 1))
-        actions = life.handle(PrefillFailed(attempt, GONE))
+            life.handle(Committed(attempt))
+        actions = life.handle(DecodeFailed(attempt, GONE))
         assert isinstance(actions[-1], ChooseWorkers)
+
+
+def test_first_tokens_alone_are_no_progress_where_no_shipment_gets_through() -> None:
+    """Found in use: with a transport that cannot work, each attempt brought one token, computed by prefill."""
+    life = RequestLifecycle(PROMPT, 100)
+    life.start()
+    for attempt in range(1, DEFAULT_MAX_ATTEMPTS + 1):
+        life.handle(WorkersChosen("p0", "d0"))
+        life.handle(Registered(attempt, 5, "d0:9"))
+        life.handle(FirstToken(attempt, life.num_emitted_tokens, 1))
+        actions = life.handle(PrefillFailed(attempt, TargetUnavailable("transfer.transport: grpc here, shm there")))
+    assert isinstance(actions[-1], Failed)
+    assert "transfer.transport" in actions[-1].error.message
+
+
+def test_workers_that_drain_are_no_failures_but_have_an_end() -> None:
+    life = RequestLifecycle(PROMPT, 100)
+    life.start()
+    for attempt in range(1, MAX_MOVES + 1):
+        life.handle(WorkersChosen("p0", f"d{attempt}"))
+        choose = life.handle(DecodeFailed(attempt, WorkerDraining("drains")))[-1]
+        assert isinstance(choose, ChooseWorkers)
+        assert len(choose.excluding) == attempt
+    life.handle(WorkersChosen("p0", "d0"))
+    actions = life.handle(DecodeFailed(MAX_MOVES + 1, WorkerDraining("drains")))
+    assert isinstance(actions[-1], Failed)
 
 
 def test_a_shipment_that_fails_blames_decode_and_not_prefill() -> None:

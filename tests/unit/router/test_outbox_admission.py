@@ -89,6 +89,9 @@ def test_admission_gives_places_back() -> None:
 def test_retries_are_a_share_of_requests_after_a_burst() -> None:
     budget = RetryBudget(0.1)
     assert sum(budget.take() for _ in range(100)) == RETRY_BURST
+    for _ in range(100):  # their share is the burst
+        budget.add_request()
+    assert not budget.take()
     for _ in range(21):
         budget.add_request()
     assert [budget.take() for _ in range(3)] == [True, True, False]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import pytest
 
 from kvferry.config import TenantConfig
 from kvferry.errors import Unavailable
+from router.breaker import FAULTS_TO_OPEN, Breaker
 from router.membership import Membership
 from router.selection import Needs, PairSelector
 from router.worker import Role
@@ -23,6 +25,7 @@ class Member:
     num_blocks: int
     load: int = 0
     max_running: int = 0
+    breaker: Breaker = field(default_factory=Breaker)
 
 
 class Members:
@@ -92,3 +95,14 @@ def test_beams_go_where_the_batch_has_places_for_them() -> None:
     select = selector([Member("prefill", 64)], [narrow, wide, unknown])
     needs = Needs(prefill=True, decode=True, num_seats=4)
     assert {chosen(select, needs)[1] for _ in range(6)} == {"wide", "silent"}
+
+
+def test_a_worker_that_fails_again_and_again_is_left_alone_where_others_are_well() -> None:
+    sick, well = Member("sick:1", 8, load=0), Member("well:1", 8, load=5)
+    for _ in range(FAULTS_TO_OPEN):
+        sick.breaker.on_fault(time.monotonic())
+    needs = Needs(prefill=False, decode=True)
+    chosen = selector([Member("p:1", 8)], [sick, well]).choose(needs, excluding=frozenset())
+    assert chosen.decode is not None and chosen.decode.address == "well:1"
+    alone = selector([Member("p:1", 8)], [sick]).choose(needs, excluding=frozenset())
+    assert alone.decode is not None and alone.decode.address == "sick:1"

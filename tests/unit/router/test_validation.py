@@ -80,6 +80,7 @@ FULL_VALUES: dict[str, object] = {
     "structural_tag": "s",
     "beam_search": {"width": 2},
     "truncate_prompt_tokens": 3,
+    "resume": {"prompt_digest": b"d"},
     "sampling.temperature": 0.5,
     "sampling.top_p": 0.5,
     "sampling.top_k": 5,
@@ -130,7 +131,9 @@ def message_with(name: str) -> pb.GenerateRequest:
     section, _, leaf = name.rpartition(".")
     value = {leaf: FULL_VALUES[name]}
     prompts = {"text", "token_ids", "chat"}
-    base = {} if name in prompts else {"text": "hello"}
+    base: dict[str, object] = {} if name in prompts else {"text": "hello"}
+    if name == "resume":  # refused without what Started told
+        base |= {"sampling": {"seed": 9}, "stopping": {"max_tokens": 5}}
     return pb.GenerateRequest(**base, **({section: value} if section else value))  # type: ignore[arg-type]
 
 

@@ -1,0 +1,120 @@
+"""The routers that a client may call: whose turn it is, and which are left alone for a while since they failed.
+
+A call of which nothing has come goes to another router when one is unavailable: a plain call to each at most, a request
+within a budget, so that routers that all refuse do not get their load multiplied.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import TypeVar
+
+from opentelemetry.trace import Tracer
+
+from kvferry.errors import InvalidArgument, Unavailable
+from kvferry.rpc import RpcChannel
+from proto.kvferry.v1 import admin_pb2_grpc, cache_pb2_grpc, inference_pb2_grpc
+
+MAX_RESPONSE_BYTES = 64 << 20
+"""A message with logprobs of a long prompt is large."""
+AVOID_FAILED_S = 2.0
+"""How long a router that failed is asked only when no other is left: what a restart takes, at the least."""
+REPEAT_SHARE = 0.1
+"""Requests repeated at another router, as a share of all."""
+REPEAT_BURST = 10.0
+"""Repeats allowed beyond the share: a client that asked little can still survive a dead router."""
+
+_Answer = TypeVar("_Answer")
+
+
+class Router:
+    """One router.
+
+    Attributes:
+        address: host:port.
+    """
+
+    def __init__(self, address: str, *, tracer: Tracer | None, headers: Mapping[str, str]) -> None:
+        self.address = address
+        self.channel = RpcChannel(address, tracer=tracer, max_message_bytes=MAX_RESPONSE_BYTES, headers=headers)
+        self.stub = inference_pb2_grpc.InferenceServiceStub(self.channel.grpc)
+        self.admin_stub = admin_pb2_grpc.AdminServiceStub(self.channel.grpc)
+        self.cache_stub = cache_pb2_grpc.CacheServiceStub(self.channel.grpc)
+        self.avoided_until_s = 0.0  # on the monotonic clock
+
+    @property
+    def is_avoided(self) -> bool:
+        return time.monotonic() < self.avoided_until_s
+
+    def failed(self) -> None:
+        """It was unavailable."""
+        self.avoided_until_s = time.monotonic() + AVOID_FAILED_S
+
+    def answered(self) -> None:
+        """It serves."""
+        self.avoided_until_s = 0.0
+
+
+class Routers:
+    """All routers of a client; none knows of the others."""
+
+    def __init__(
+        self, targets: str | Sequence[str], *, tracer: Tracer | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        addresses = (targets,) if isinstance(targets, str) else tuple(dict.fromkeys(targets))
+        if not addresses:
+            raise InvalidArgument("target", "is empty; at least one router's host:port is needed")
+        self._all = [Router(address, tracer=tracer, headers=headers or {}) for address in addresses]
+        self._num_turns = 0
+        self._repeats = REPEAT_BURST
+
+    @property
+    def all(self) -> Sequence[Router]:
+        return tuple(self._all)
+
+    @property
+    def are_all_avoided(self) -> bool:
+        return all(router.is_avoided for router in self._all)
+
+    async def close(self) -> None:
+        """Closes all connections; running requests are cancelled."""
+        for router in self._all:
+            await router.channel.close()
+
+    def next(self, tried: Collection[Router] = ()) -> Router:
+        """The next in turn of those not tried, at best one that has not just failed, else the one that did first."""
+        start = self._num_turns % len(self._all)
+        self._num_turns += 1
+        in_turn = [*self._all[start:], *self._all[:start]]
+        left = [router for router in in_turn if router not in tried]
+        return next((router for router in left if not router.is_avoided), min(left, key=lambda r: r.avoided_until_s))
+
+    async def ask(self, call: Callable[[Router], Awaitable[_Answer]]) -> _Answer:
+        """The answer of a router that is there. Raises Unavailable when none is."""
+        tried: list[Router] = []
+        while True:
+            router = self.next(tried)
+            try:
+                answer = await call(router)
+            except Unavailable:
+                router.failed()
+                tried.append(router)
+                if len(tried) == len(self._all):
+                    raise
+            else:
+                router.answered()
+                return answer
+
+    # --- the budget of requests that are repeated ---
+
+    def count_request(self) -> None:
+        """One request more."""
+        self._repeats = min(self._repeats + REPEAT_SHARE, REPEAT_BURST)
+
+    def take_repeat(self) -> bool:
+        """Whether one more repeat is within the budget; takes it if so."""
+        if self._repeats < 1:
+            return False
+        self._repeats -= 1
+        return True

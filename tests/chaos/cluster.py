@@ -1,0 +1,184 @@
+"""A router, two prefill and two decode workers as real processes, each hop behind a relay where a test wants that.
+
+    client ─► [relay] ─► router ─► [relay] ─► prefill ─► [relay: the address decode advertises] ─► decode
+                            └────► [relay] ─────────────────────────────────────────────────────────┘
+
+A worker that was killed is started again at the address it had, so that its router and its peers find it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from kvferry.client import Client
+from kvferry.config import Config
+from proto.kvferry.v1 import inference_pb2
+from tests.support.relay import Relay
+from tests.support.worker_processes import WorkerProcess, worker_process
+
+NUM_OF_ROLE = 2
+STATE_TIMEOUT_S = 30.0
+"""A deadline for the machine, on which several models may load at once, not for the product."""
+POLL_INTERVAL_S = 0.02
+
+AskAddresses = Callable[[], Awaitable[list[str]]]
+
+
+class Member:
+    """One worker of the deployment over all the lives of its process.
+
+    Attributes:
+        role: prefill or decode.
+        address: where the router reaches it.
+        router_relay: stands in the router's hop to it, where there are relays.
+        ship_relay: stands in prefill's hop to a decode worker, where there are relays.
+    """
+
+    def __init__(self, folder: Path, config: Config, role: str) -> None:
+        self.role = role
+        self.router_relay: Relay | None = None
+        self.ship_relay: Relay | None = None
+        self._folder, self._config = folder, config
+        self._listen = _free_address()
+        self._life = AsyncExitStack()
+        self._process: WorkerProcess
+
+    @property
+    def address(self) -> str:
+        return self._listen if self.router_relay is None else self.router_relay.address
+
+    @property
+    def relays(self) -> list[Relay]:
+        return [relay for relay in (self.router_relay, self.ship_relay) if relay is not None]
+
+    @property
+    def pid(self) -> int:
+        return self._process.process.pid
+
+    @property
+    def log(self) -> str:
+        """What the process that runs now, or ran last, wrote."""
+        return self._process.log.read_text()
+
+    async def insert_relays(self, stack: AsyncExitStack) -> None:
+        """Before it starts; they end with `stack`."""
+        self.router_relay = await stack.enter_async_context(Relay())
+        if self.role == "decode":
+            self.ship_relay = await stack.enter_async_context(Relay())
+        for relay in self.relays:
+            relay.forward_to(self._listen)
+
+    async def start(self) -> Self:
+        """Returns when it serves."""
+        advertised = [] if self.ship_relay is None else ["--advertise", self.ship_relay.address]
+        self._process = await self._life.enter_async_context(
+            worker_process(self._folder, self._config, f"{self.role}_svc", *advertised, listen=self._listen)
+        )
+        return self
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal to its process."""
+        self._process.send(number)
+
+    async def kill(self) -> None:
+        """Returns when the process has gone."""
+        self.send(signal.SIGKILL)
+        assert await self._process.exit_code() == -signal.SIGKILL
+        await self._life.aclose()
+
+    async def close(self) -> None:
+        await self._life.aclose()
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosCluster:
+    """What runs.
+
+    Attributes:
+        members: the workers.
+        client: reaches the router past `client_relay`.
+        router_address: the router itself.
+        client_relay: stands in the hop of clients that connect to it.
+    """
+
+    members: Sequence[Member]
+    client: Client
+    router_address: str
+    client_relay: Relay
+
+    def of_role(self, role: str) -> list[Member]:
+        return [member for member in self.members if member.role == role]
+
+    async def state_of(self, member: Member) -> inference_pb2.WorkerInfo:
+        """What the router says of it."""
+        workers = await self.client.workers()
+        return next(info for info in workers if info.address == member.address)
+
+    async def all_ready(self) -> None:
+        """Returns when the router gives work to every worker in its present life."""
+        await self._until_none("the router does not call ready", self._not_ready)
+
+    async def noticed(self, member: Member) -> None:
+        """Returns when the router gives nothing to this worker any more."""
+
+        async def still_ready() -> list[str]:
+            return [member.address] if (await self.state_of(member)).state == "ready" else []
+
+        await self._until_none("the router still calls ready", still_ready)
+
+    async def all_idle(self) -> None:
+        """LEAK: returns when no block of any worker is held, by the statuses it sends."""
+        await self._until_none("blocks are still held by", self._holding)
+
+    async def _not_ready(self) -> list[str]:
+        states = {info.address: (info.state, info.pid) for info in await self.client.workers()}
+        return [member.address for member in self.members if states[member.address] != ("ready", member.pid)]
+
+    async def _holding(self) -> list[str]:
+        workers = await self.client.workers()
+        return [info.address for info in workers if info.num_available_blocks != info.num_blocks or info.num_requests]
+
+    async def _until_none(self, problem: str, ask: AskAddresses) -> None:
+        addresses: list[str] = []
+        try:
+            async with asyncio.timeout(STATE_TIMEOUT_S):
+                while addresses := await ask():  # noqa: ASYNC110 - another process's state
+                    await asyncio.sleep(POLL_INTERVAL_S)
+        except TimeoutError:
+            raise AssertionError(f"{problem}: {', '.join(addresses)}") from None
+
+
+@asynccontextmanager
+async def chaos_cluster(folder: Path, config: Config, *, has_relays: bool = False) -> AsyncIterator[ChaosCluster]:
+    """The whole deployment, ready, for the length of the block; every process is ended by its id."""
+    async with AsyncExitStack() as stack:
+        members = [Member(folder, config, role) for role in ("prefill", "decode") for _ in range(NUM_OF_ROLE)]
+        for member in members:
+            stack.push_async_callback(member.close)
+            if has_relays:
+                await member.insert_relays(stack)
+        await asyncio.gather(*(member.start() for member in members))
+        addresses = {role: [one.address for one in members if one.role == role] for role in ("prefill", "decode")}
+        router = await stack.enter_async_context(
+            worker_process(folder, config.replace("router", **addresses), "router")
+        )
+        relay = await stack.enter_async_context(Relay())
+        relay.forward_to(router.address)
+        client = await stack.enter_async_context(Client(router.address))
+        cluster = ChaosCluster(members, client, router.address, relay)
+        await cluster.all_ready()
+        yield cluster
+
+
+def _free_address() -> str:
+    """Known before the process starts, because others are told of it then, and the same in all its lives."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"

@@ -1,0 +1,196 @@
+"""Routers that are killed and started again under load, as real processes: no stream may show it (R120, R123, R130).
+
+8 streams ─► client ─┬─► router 0 ─┬─► 2 prefill, 2 decode workers (scripted)
+                     └─► router 1 ─┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvferry.client import ChatMessage, Client, Completion, GenerateOptions
+from kvferry.config import Config
+from tests.support.deployment import chat_folder, deployment_config
+from tests.support.worker_processes import Watch, WorkerProcess, watching, worker_process
+from tests.support.workers import until
+
+NUM_STREAMS = 8
+NUM_TOKENS = 60
+STEP_DELAY_S = 0.01
+"""Steps take time, so that a kill finds every stream in the middle."""
+KILLS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGKILL)
+REQUEST_TIMEOUT_S = 60.0
+
+pytestmark = pytest.mark.processes
+
+
+class RouterLife:
+    """One router, over all the lives of its process, at one address."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        self._folder, self._config = folder, config
+        self._life = AsyncExitStack()
+        self._process: WorkerProcess
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+
+    async def start(self) -> None:
+        self._process = await self._life.enter_async_context(
+            worker_process(self._folder, self._config, "router", listen=self.address)
+        )
+
+    def send(self, number: signal.Signals) -> None:
+        self._process.send(number)
+
+    async def end(self, number: signal.Signals = signal.SIGKILL) -> None:
+        self.send(number)
+        await self._process.exit_code()
+        await self._life.aclose()
+
+    @property
+    def log(self) -> str:
+        return self._process.log.read_text()
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """What runs."""
+
+    routers: Sequence[RouterLife]
+    watches: Sequence[Watch]
+
+
+@asynccontextmanager
+async def routed(tmp_path: Path, *, num_routers: int = 2, num_workers: int = 2) -> AsyncIterator[Routed]:
+    folder = chat_folder(tmp_path / "model", step_delay_s=STEP_DELAY_S)
+    config = deployment_config(folder, num_blocks=1024).replace("shutdown", grace_s=0.2)
+    async with AsyncExitStack() as stack:
+        addresses: dict[str, list[str]] = {}
+        watches: list[Watch] = []
+        for role in ("prefill", "decode"):
+            for _ in range(num_workers):
+                worker = await stack.enter_async_context(worker_process(tmp_path, config, f"{role}_svc"))
+                addresses.setdefault(role, []).append(worker.address)
+                watches.append(await stack.enter_async_context(watching(worker.address)))
+        config = config.replace("router", **addresses)
+        routers = [RouterLife(tmp_path, config) for _ in range(num_routers)]
+        for router in routers:
+            await router.start()
+            stack.push_async_callback(router.end)
+        yield Routed(routers, watches)
+
+
+def options_of(number: int) -> GenerateOptions:
+    """Drawn noise, text and chat prompts that each router tokenises, several choices, stop strings that may come."""
+    prompts = ("Once upon a time", [5, 6, 7, 8, 9, 10 + number], [ChatMessage("user", f"number {number}")])
+    return GenerateOptions(
+        prompt=prompts[number % 3],
+        max_tokens=NUM_TOKENS,
+        min_tokens=NUM_TOKENS - 20,
+        n=1 + number % 2,
+        seed=1000 + number,
+        stop=["a", "e"] if number % 4 == 0 else (),
+        request_id="the same label for all",
+    )
+
+
+def shown(completion: Completion) -> list[object]:
+    return [(choice.token_ids, choice.text, choice.finish) for choice in completion.choices]
+
+
+async def all_advance(num_tokens: Sequence[int]) -> None:
+    """Returns once every stream has a few tokens more."""
+    wanted = [number + 5 for number in num_tokens]
+    await until(lambda: all(now >= then for now, then in zip(num_tokens, wanted, strict=True)), 60.0)
+
+
+@pytest.mark.timeout(300)
+async def test_killed_routers_change_no_stream(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="kvferry.client_resume")
+    async with routed(tmp_path) as deployment, Client([r.address for r in deployment.routers]) as client:
+        golden = [
+            await client.complete(options_of(number), timeout_s=REQUEST_TIMEOUT_S) for number in range(NUM_STREAMS)
+        ]
+        num_tokens, has_ended = [0] * NUM_STREAMS, asyncio.Event()
+
+        async def stream(number: int) -> int:
+            """Over and over until the last kill, each response equal to the uncut one; how many there were."""
+            for num_responses in itertools.count():
+                if has_ended.is_set():
+                    return num_responses
+                completion = Completion()
+                async with client.generate(options_of(number), timeout_s=REQUEST_TIMEOUT_S) as events:
+                    async for event in events:
+                        completion.add(event)
+                        num_tokens[number] += len(event.delta.token_ids)
+                completion.check_complete()
+                assert shown(completion) == shown(golden[number])
+                assert completion.usage.prompt_tokens == golden[number].usage.prompt_tokens
+                assert completion.usage.completion_tokens == golden[number].usage.completion_tokens
+            raise AssertionError("unreachable")
+
+        async with asyncio.TaskGroup() as group:
+            streams = [group.create_task(stream(number)) for number in range(NUM_STREAMS)]
+            for number, kill in enumerate(KILLS):
+                await all_advance(num_tokens)
+                router = deployment.routers[number % 2]
+                await router.end(kill)
+                await router.start()
+            has_ended.set()
+        assert all(task.result() > 0 for task in streams)
+        await until(lambda: all(watch.is_idle for watch in deployment.watches))
+    resumed = [record for record in caplog.records if record.message == "response_resumed"]
+    assert len(resumed) >= len(KILLS)
+    assert all(vars(record)["fields"]["pause_s"] < REQUEST_TIMEOUT_S for record in resumed)
+
+
+async def test_one_router_that_is_started_again_goes_on(tmp_path: Path) -> None:
+    """Text goes on behind what came, from a router that knows nothing of it."""
+    async with (
+        routed(tmp_path, num_routers=1, num_workers=1) as deployment,
+        Client(deployment.routers[0].address, resume=True) as client,
+    ):
+        (router,), options, was_killed = deployment.routers, options_of(3), False
+        golden, completion = await client.complete(options, timeout_s=REQUEST_TIMEOUT_S), Completion()
+        async with client.generate(options, timeout_s=REQUEST_TIMEOUT_S) as events:
+            async for event in events:
+                completion.add(event)
+                if not was_killed and sum(len(choice.token_ids) for choice in completion.choices) >= 20:
+                    was_killed = True
+                    await router.end()
+                    await router.start()
+        assert shown(completion) == shown(golden)
+        assert "request_resumed" in router.log
+        await until(lambda: all(watch.is_idle for watch in deployment.watches))
+
+
+async def test_a_stopped_router_is_left_for_another_and_holds_nothing_later(tmp_path: Path) -> None:
+    """Its connections stay open; only its missing answers to keepalive pings tell."""
+    async with (
+        routed(tmp_path, num_workers=1) as deployment,
+        Client([router.address for router in deployment.routers]) as client,
+    ):
+        first, options, was_stopped = deployment.routers[0], options_of(3), False
+        golden, completion = await client.complete(options, timeout_s=REQUEST_TIMEOUT_S), Completion()
+        await client.complete(options, timeout_s=REQUEST_TIMEOUT_S)  # it is the first one's turn again
+        async with client.generate(options, timeout_s=REQUEST_TIMEOUT_S) as events:
+            async for event in events:
+                completion.add(event)
+                if not was_stopped and sum(len(choice.token_ids) for choice in completion.choices) >= 20:
+                    was_stopped = True
+                    first.send(signal.SIGSTOP)
+        first.send(signal.SIGCONT)
+        assert shown(completion) == shown(golden)
+        assert "request_resumed" in deployment.routers[1].log
+        await until(lambda: all(watch.is_idle for watch in deployment.watches))

@@ -1,0 +1,321 @@
+"""The client with several routers: their shares, and what becomes of a response whose router is lost (R120, R122)."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from kvferry import client_resume, client_routers
+from kvferry.client import Client, Completion, GenerateOptions
+from kvferry.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    KvferryError,
+    ResourceExhausted,
+    Unavailable,
+)
+from kvferry.sampling import Finish, FinishKind
+from kvferry.wire import finish_to_pb
+from proto.kvferry.v1 import inference_pb2 as pb
+from tests.support.fake_router import FakeRouter, start_fake_router
+from tests.support.workers import until
+
+GONE = Unavailable("the router is shutting down")
+LENGTH = finish_to_pb(Finish(FinishKind.LENGTH))
+OPTIONS = GenerateOptions(prompt="x", n=2)
+HANG = "hang"
+Step = pb.GenerateResponse | KvferryError | str
+
+
+def started(number: int = 1, digest: bytes = b"digest") -> Step:
+    return pb.GenerateResponse(
+        started=pb.Started(
+            server_request_id=f"id-{number}",
+            model="fake",
+            tier="fast",
+            sampling=pb.SamplingOptions(seed=99),
+            stopping=pb.StoppingOptions(max_tokens=4),
+            prompt_digest=digest,
+        )
+    )
+
+
+def delta(token_index: int, *token_ids: int, text: str = "", index: int = 0) -> Step:
+    return pb.GenerateResponse(
+        delta=pb.ChoiceDelta(index=index, token_index=token_index, token_ids=token_ids, text=text)
+    )
+
+
+def finish(num_output_tokens: int, index: int = 0) -> Step:
+    return pb.GenerateResponse(finish=pb.ChoiceFinish(index=index, finish=LENGTH, num_output_tokens=num_output_tokens))
+
+
+COMPLETED = pb.GenerateResponse(completed=pb.Completed(usage=pb.Usage(completion_tokens=5)))
+BEGIN: list[Step] = [started(), delta(0, 11, 12, text="é"), delta(0, 21, text="u", index=1), finish(1, 1)]
+REST: list[Step] = [started(2), delta(2, 13, 14, text="bc"), finish(4), COMPLETED]
+
+
+class ScriptedRouter(FakeRouter):
+    """Answers call after call as the scripts say, the last one over and over."""
+
+    def __init__(self, *scripts: Sequence[Step]) -> None:
+        super().__init__()
+        self._scripts = itertools.chain(scripts, itertools.repeat(scripts[-1]))
+        self.aborts: list[str] = []
+        self.aborted: list[str] = []
+        self.num_open = 0
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]
+        self.requests.append(request)
+        self.num_open += 1
+        try:
+            for step in next(self._scripts):
+                if isinstance(step, KvferryError):
+                    raise step
+                if isinstance(step, str):
+                    await asyncio.Event().wait()
+                else:
+                    await context.write(step)
+        finally:
+            self.num_open -= 1
+
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+        found = [name for name in request.request_ids if name in self.aborts]
+        self.aborted += found
+        return pb.AbortResponse(aborted_request_ids=found)
+
+
+@asynccontextmanager
+async def connected(*routers: FakeRouter, dead: int = 0, **options: Any) -> AsyncIterator[Client]:
+    """A client of the routers, and of some more addresses, first, at which nobody listens."""
+    async with AsyncExitStack() as stack:
+        addresses = [f"127.0.0.1:{port}" for port in range(1, 1 + dead)]
+        for router in routers:
+            server, address = await start_fake_router(router)
+            stack.push_async_callback(server.drain, 0)
+            addresses.append(address)
+        yield await stack.enter_async_context(Client(addresses, **options))
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_resume, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(client_resume, "LONGEST_PAUSE_S", 0.02)
+
+
+def shown(completion: Completion) -> list[tuple[list[int], str]]:
+    return [(choice.token_ids, choice.text) for choice in completion.choices]
+
+
+# --- a response that has begun ---
+
+
+async def test_a_response_goes_on_at_another_router() -> None:
+    first, second = ScriptedRouter([*BEGIN, GONE]), ScriptedRouter(REST)
+    async with connected(first, second) as client:
+        completion = await client.complete(OPTIONS)
+    assert shown(completion) == [([11, 12, 13, 14], "ébc"), ([21], "u")]
+    assert completion.started.server_request_id == "id-1", "the caller sees the one that began it"
+    assert completion.usage.completion_tokens == 5
+    (asked,), (rest,) = first.requests, second.requests
+    assert not asked.HasField("resume") and not asked.sampling.HasField("seed")
+    assert (rest.text, rest.sampling.n, rest.sampling.seed, rest.stopping.max_tokens) == ("x", 2, 99, 4)
+    assert (rest.model, rest.tier) == ("fake", "fast")
+    assert rest.resume == pb.Resume(
+        prompt_digest=b"digest",
+        server_request_id="id-1",
+        choices=[
+            pb.ResumedChoice(index=0, token_ids=[11, 12], num_text_chars=1),
+            pb.ResumedChoice(index=1, token_ids=[21], num_text_chars=1, finish=LENGTH),
+        ],
+    )
+
+
+async def test_a_resume_is_resumed_as_often_as_there_is_progress() -> None:
+    lives: list[list[Step]] = [[started(), delta(0, 1), GONE]]
+    lives += [[started(number), delta(number, 1), GONE] for number in range(1, 9)]
+    lives += [[started(), finish(9), COMPLETED]]
+    single = ScriptedRouter(*lives)
+    async with connected(single, resume=True) as client:
+        completion = await client.complete(GenerateOptions(prompt="x"))
+    assert completion.choices[0].token_ids == [1] * 9
+    assert [len(request.resume.choices[0].token_ids) for request in single.requests[1:]] == list(range(1, 10))
+
+
+async def test_a_request_that_breaks_every_router_is_given_up() -> None:
+    first, second = ScriptedRouter([*BEGIN, GONE], [started(), GONE]), ScriptedRouter([started(), GONE])
+    async with connected(first, second) as client:
+        with pytest.raises(Unavailable, match="shutting down"):
+            await client.complete(OPTIONS)
+    assert len(first.requests) + len(second.requests) == 1 + client_resume.MAX_FRUITLESS_STARTS
+
+
+async def test_without_progress_the_wait_is_bounded() -> None:
+    async with connected(ScriptedRouter([*BEGIN, GONE], [GONE]), resume=True, resume_wait_s=0.1) as client:
+        with pytest.raises(Unavailable, match="shutting down"):
+            await client.complete(OPTIONS)
+
+
+async def test_the_deadline_also_ends_the_wait() -> None:
+    async with connected(ScriptedRouter([*BEGIN, GONE], [GONE]), resume=True) as client:
+        with pytest.raises(DeadlineExceeded):
+            await client.complete(OPTIONS, timeout_s=0.2)
+
+
+@pytest.mark.parametrize("resume", [None, False])
+async def test_a_single_router_is_not_waited_for_unless_asked(resume: bool | None) -> None:
+    router = ScriptedRouter([*BEGIN, GONE])
+    async with connected(router, resume=resume) as client:
+        completion = Completion()
+        with pytest.raises(Unavailable, match="shutting down"):
+            async with client.generate(OPTIONS) as events:
+                async for event in events:
+                    completion.add(event)
+    assert shown(completion) == [([11, 12], "é"), ([21], "u")] and not completion.is_complete
+    assert len(router.requests) == 1
+
+
+async def test_resume_can_be_switched_off_with_several_routers() -> None:
+    async with connected(ScriptedRouter([*BEGIN, GONE]), ScriptedRouter(REST), resume=False) as client:
+        with pytest.raises(Unavailable):
+            await client.complete(OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kind", "words"),
+    [
+        ([started(digest=b""), delta(0, 1), GONE], REST, Unavailable, "shutting down"),
+        ([*BEGIN, GONE], [started(digest=b"")], FailedPrecondition, "cannot go on"),
+        ([*BEGIN, GONE], [started(), delta(0, 11)], DataLoss, "token 0 came after 2"),
+        ([*BEGIN, GONE], [InvalidArgument("tier", "no such tier")], InvalidArgument, "tier: no such tier"),
+        ([*BEGIN, DataLoss("a block was wrong")], REST, DataLoss, "a block was wrong"),
+    ],
+)
+async def test_what_cannot_be_mended_fails(
+    first: list[Step], second: list[Step], kind: type[KvferryError], words: str
+) -> None:
+    async with connected(ScriptedRouter(first), ScriptedRouter(second)) as client:
+        with pytest.raises(kind, match=words):
+            await client.complete(OPTIONS)
+
+
+async def test_a_time_limit_goes_on_running() -> None:
+    first, second = ScriptedRouter([*BEGIN, GONE]), ScriptedRouter(REST)
+    async with connected(first, second) as client:
+        await client.complete(GenerateOptions(prompt="x", n=2, time_limit_s=5.0))
+    assert 0 < second.requests[0].stopping.time_limit_s < 5.0
+
+
+async def test_leaving_cancels_the_call_wherever_it_is() -> None:
+    first, second = ScriptedRouter([*BEGIN, GONE]), ScriptedRouter([started(), delta(2, 13), HANG])
+    async with connected(first, second) as client:
+        async with client.generate(OPTIONS) as events:
+            async for event in events:
+                if 13 in event.delta.token_ids:
+                    break
+            assert (first.num_open, second.num_open) == (0, 1)
+        await until(lambda: second.num_open == 0)
+        with pytest.raises(StopAsyncIteration):
+            await anext(events)
+
+
+async def test_leaving_while_another_task_reads() -> None:
+    router = ScriptedRouter([started(), HANG])
+    async with connected(router) as client:
+        async with client.generate(OPTIONS) as events:
+            await anext(events)
+            reading = asyncio.ensure_future(anext(events))
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+
+
+async def test_an_abort_between_two_routers_is_done_by_the_next() -> None:
+    single = ScriptedRouter([*BEGIN, GONE], [GONE], [GONE], REST)
+    single.aborts = ["id-2"]
+    async with connected(single, resume=True) as client, client.generate(OPTIONS) as events:
+        async for event in events:
+            if event.HasField("finish"):
+                break
+        reading = asyncio.ensure_future(anext(events))
+        await until(lambda: len(single.requests) > 1)
+        assert await client.abort("other", "id-1") == ("id-1",)
+        await reading
+        assert single.aborted == ["id-2"]
+
+
+# --- a request of which nothing has come ---
+
+
+async def test_a_new_request_goes_to_another_router() -> None:
+    refusing, serving = ScriptedRouter([GONE]), ScriptedRouter([*BEGIN, *REST[1:]])
+    async with connected(refusing, serving, dead=1, resume=False) as client:
+        assert (await client.complete(OPTIONS)).is_complete
+        assert (await client.complete(OPTIONS)).is_complete
+    assert len(refusing.requests) == 1, "it is left alone for a while"
+    assert not any(request.HasField("resume") for request in serving.requests)
+
+
+async def test_each_router_is_asked_once_and_other_errors_are_final() -> None:
+    routers = [ScriptedRouter([GONE]) for _ in range(3)]
+    async with connected(*routers) as client:
+        with pytest.raises(Unavailable):
+            await client.complete(OPTIONS)
+    assert [len(router.requests) for router in routers] == [1, 1, 1]
+    full, other = ScriptedRouter([ResourceExhausted("full", retry_after_s=1.0)]), ScriptedRouter(BEGIN)
+    async with connected(full, other) as client:
+        with pytest.raises(ResourceExhausted):
+            await client.complete(OPTIONS)
+    assert len(other.requests) == 0
+
+
+async def test_routers_that_all_refuse_get_little_more_than_the_load() -> None:
+    routers, num_requests = [ScriptedRouter([GONE]) for _ in range(2)], 100
+    async with connected(*routers) as client:
+        for _ in range(num_requests):
+            with pytest.raises(Unavailable):
+                await client.complete(OPTIONS)
+    num_calls = sum(len(router.requests) for router in routers)
+    most = num_requests * (1 + client_routers.REPEAT_SHARE) + client_routers.REPEAT_BURST
+    assert num_requests < num_calls <= most
+
+
+# --- all routers ---
+
+
+async def test_every_router_gets_its_share() -> None:
+    routers = [ScriptedRouter([*BEGIN, *REST[1:]]) for _ in range(3)]
+    async with connected(*routers) as client:
+        for _ in range(9):
+            await client.complete(OPTIONS)
+    assert [len(router.requests) for router in routers] == [3, 3, 3]
+
+
+async def test_abort_reaches_the_router_that_runs_the_request() -> None:
+    routers = [ScriptedRouter(BEGIN), ScriptedRouter(BEGIN)]
+    routers[0].aborts, routers[1].aborts = ["b"], ["a", "b"]
+    async with connected(*routers, dead=1) as client:
+        assert await client.abort("a", "b", "c", "a") == ("a", "b")
+    async with connected(dead=2) as client:
+        with pytest.raises(Unavailable):
+            await client.abort("a")
+
+
+async def test_plain_calls_go_to_a_router_that_is_there() -> None:
+    async with connected(FakeRouter(), dead=2) as client:
+        assert [(await client.capabilities()).model for _ in range(4)] == ["fake"] * 4
+    async with connected(dead=2) as client:
+        with pytest.raises(Unavailable):
+            await client.workers()
+
+
+def test_a_client_needs_a_router() -> None:
+    with pytest.raises(InvalidArgument, match="at least one"):
+        Client([])
