@@ -105,6 +105,7 @@ class Cluster:
         decode = tuple(f"D{index}" for index in range(self._rng.choice((1, 1, 2, 3))))
         routers = [f"router{index}" for index in range(self._rng.choice((1, 1, 2, 3)))]
         self._routers = {name: Router(Life(self.world, name, 1), Membership(prefill, decode)) for name in routers}
+        self._told_at_ns: dict[tuple[str, str], int] = {}  # by router and worker: when it learns the last thing told
         self._outages = Outages()
         self._epochs = 0
         self._workers: dict[str, Worker] = {}
@@ -219,6 +220,7 @@ class Cluster:
         if not worker.life.is_alive or worker.is_draining or router.life is not life:
             return  # it is told when the worker serves again
         if worker.life.is_frozen:
+            self._outages.add(name, self.world.now_ns + 10 * MS)
             self.world.after(10 * MS, self._reach, router, life, name)
         else:
             router.membership.set_up(name, is_up=True)
@@ -281,10 +283,15 @@ class Cluster:
             self._network.blame(tag, why)
 
     def _tell_routers(self, low_ns: int, high_ns: int, name: str, *, is_up: bool) -> None:
-        """Every router learns of a worker's present life, some time from `low_ns` to `high_ns` from now."""
+        """Every router learns of a worker's present life, some time from `low_ns` to `high_ns` from now, in order."""
         epoch = self._workers[name].life.epoch
-        for router in self._routers.values():
-            self.world.after(self.world.between(low_ns, high_ns), self._see, router, name, epoch, is_up)
+        for router_name, router in self._routers.items():
+            key = (router_name, name)
+            at_ns = max(self.world.now_ns + self.world.between(low_ns, high_ns), self._told_at_ns.get(key, 0))
+            self._told_at_ns[key] = at_ns
+            if is_up:
+                self._outages.add(name, at_ns)  # for that router it is not there before
+            self.world.at(at_ns, self._see, router, name, epoch, is_up)
 
     def _see(self, router: Router, name: str, epoch: int, is_up: bool) -> None:
         """What it learns of an earlier life changes nothing."""
