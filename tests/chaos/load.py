@@ -30,6 +30,8 @@ from tests.support.models import VOCAB_SIZE
 from tests.support.workers import until
 
 NUM_STREAMS = 16
+SAMPLE_STREAMS = 8
+"""Fewer than `RETRY_BURST`: one fault may hit all of them before their first token, seconds after the last one did."""
 MAX_PROMPT_TOKENS = 120
 SHORTEST_PAUSE_S = 0.02
 """Shorter ones are not kept: a soak has millions of them."""

@@ -12,7 +12,16 @@ import pytest
 
 from kvferry.config import Config
 from tests.chaos.cluster import ChaosCluster, Member, chaos_cluster
-from tests.chaos.load import ClosedLoop, Question, Window, model_questions, scripted_questions, summary
+from tests.chaos.load import (
+    NUM_STREAMS,
+    SAMPLE_STREAMS,
+    ClosedLoop,
+    Question,
+    Window,
+    model_questions,
+    scripted_questions,
+    summary,
+)
 from tests.support.deployment import chat_folder, deployment_config
 from tests.support.models import save_tiny_model
 
@@ -83,7 +92,8 @@ async def fail_again_and_again(folder: Path, model_name: str, signs: Sequence[st
     model, windows = MODELS[model_name](folder), dict[str, list[Window]]()
     config = model.config.replace("router", retry_budget=RETRY_BUDGET)
     async with chaos_cluster(folder, config) as cluster:
-        async with ClosedLoop(cluster.client, model.questions) as loop:
+        num_streams = NUM_STREAMS if len(signs) > SAMPLE_FAILURES else SAMPLE_STREAMS
+        async with ClosedLoop(cluster.client, model.questions, num_streams=num_streams) as loop:
             for sign, victim in zip(signs, victims(cluster.members), strict=False):
                 begin_s = loop.now_s()
                 await FAILURES[sign](cluster, victim)
@@ -100,6 +110,7 @@ async def test_streams_survive_the_loss_of_any_worker(tmp_path: Path, sign: str,
     await fail_again_and_again(tmp_path, "scripted", [sign] * SAMPLE_FAILURES, report)
 
 
+@pytest.mark.soak
 async def test_streams_of_a_real_model_survive_the_loss_of_any_worker(tmp_path: Path, report: Report) -> None:
     await fail_again_and_again(tmp_path, "llama", list(FAILURES), report)
 

@@ -17,7 +17,7 @@ import pytest
 from kvferry.client import Client, GenerateOptions
 from kvferry.errors import Unavailable
 from tests.chaos.cluster import ChaosCluster, chaos_cluster
-from tests.chaos.load import ClosedLoop, Window, scripted_questions, summary
+from tests.chaos.load import NUM_STREAMS, SAMPLE_STREAMS, ClosedLoop, Window, scripted_questions, summary
 from tests.support.deployment import chat_folder, deployment_config
 from tests.support.relay import Direction, Relay
 
@@ -136,7 +136,8 @@ async def trouble_a_hop(
     config = config.replace("transfer", transport=transport).replace("router", retry_budget=RETRY_BUDGET)
     rng, windows = random.Random(num_rounds), dict[str, list[Window]]()
     async with chaos_cluster(folder, config, has_relays=True) as cluster:
-        async with ClosedLoop(cluster.client, scripted_questions(path, NUM_TOKENS)) as loop:
+        num_streams = NUM_STREAMS if num_rounds > 1 else SAMPLE_STREAMS
+        async with ClosedLoop(cluster.client, scripted_questions(path, NUM_TOKENS), num_streams=num_streams) as loop:
             for trouble in [*troubles] * num_rounds:
                 scene, begin_s = hop.scene(cluster, loop, rng), loop.now_s()
                 await trouble(scene)
@@ -154,7 +155,7 @@ async def trouble_a_hop(
         await cluster.all_idle()
 
 
-@pytest.mark.parametrize("hop", HOPS, ids=lambda hop: hop.name)
+@pytest.mark.parametrize("hop", HOPS[1:2], ids=lambda hop: hop.name)
 async def test_streams_survive_a_link_in_trouble(tmp_path: Path, hop: Hop, report: Report) -> None:
     await trouble_a_hop(tmp_path, hop, "grpc", SAMPLE, report)
 
@@ -172,6 +173,7 @@ async def test_streams_survive_links_in_trouble_over_and_over(
 # -- the client's own hop ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 async def test_a_client_behind_a_bad_link_gets_every_token(tmp_path: Path) -> None:
     """Late, slow, or parted for a while: what was made meanwhile waits for it."""
     path = chat_folder(tmp_path / "scripted", step_delay_s=0.005)

@@ -175,6 +175,7 @@ async def test_one_router_that_is_started_again_goes_on(tmp_path: Path) -> None:
         await until(lambda: all(watch.is_idle for watch in deployment.watches))
 
 
+@pytest.mark.soak
 async def test_a_stopped_router_is_left_for_another_and_holds_nothing_later(tmp_path: Path) -> None:
     """Its connections stay open; only its missing answers to keepalive pings tell."""
     async with (

@@ -212,7 +212,9 @@ class KeepsOldTable(PrefillCall):
         pytest.param(Parts(new_lifecycle=IgnoresIndices), 100, "right are", id="indices ignored"),
         pytest.param(Parts(new_lifecycle=WaitsForEver), 50, "never ended", id="failure ignored"),
         pytest.param(Parts(new_lifecycle=MixesChoices), 150, "right are|token . after", id="choices mixed"),
-        pytest.param(Parts(new_lifecycle=RepeatsAsGroup), 150, "right are|token . after|never", id="no split"),
+        pytest.param(
+            Parts(new_lifecycle=RepeatsAsGroup), 150, "right are|token . after|never|published", id="no split"
+        ),
         pytest.param(
             Parts(new_lifecycle_run=CountsOutputFromTheResume),
             10,

@@ -72,7 +72,12 @@ async def running_worker(
     exporter: SpanExporter | None = None,
     faults: Faults = NO_FAULTS,
 ) -> AsyncIterator[RunningWorker]:
-    """One worker for the length of the block."""
+    """One worker for the length of the block.
+
+    Where everything runs over shared memory prefill insists on it: then tests may also call decode without a link.
+    """
+    if role == "decode" and DEFAULTS.transport == config.transfer.transport == "shm":
+        config = config.replace("transfer", transport="auto")
     worker_id = worker_id or f"{role}-0"
     telemetry = start_telemetry(config.telemetry, role, worker_id, exporter=exporter)
     worker = await start_worker(role, open_role(role, faults), config, listen, worker_id=worker_id, telemetry=telemetry)

@@ -45,6 +45,12 @@ LINK_SHARE = 0.05
 """Of the messages that open a link instead of belonging to a shipment."""
 
 
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest keeps every line that is logged, and each refused link is one."""
+    monkeypatch.setattr(logging.getLogger("kvtransfer.receiver_links"), "disabled", True)
+
+
 def resident_bytes() -> int:
     """Memory of this process; what the allocator keeps for later is given back first."""
     gc.collect()
