@@ -435,14 +435,15 @@ class RequestLifecycle:
             return [*finished, *self._fail(error)]
         blamed = {worker} if worker is not None else set()
         has_advanced = any(progress.has_advanced for progress in self._progress.values())
-        if has_advanced and self._committed:
+        has_progressed = has_advanced and self._committed
+        if has_progressed:
             self._failures_without_progress = self._moves_without_progress = 0
             self._excluding = frozenset(blamed)
         else:
             self._excluding |= blamed
         if isinstance(error, WorkerDraining):
             self._moves_without_progress += 1
-        elif not (has_advanced and self._committed):
+        elif not has_progressed:
             self._failures_without_progress += 1
         if self._failures_without_progress >= self._max_attempts or self._moves_without_progress > MAX_MOVES:
             # A worker's CANCELLED is its shutdown; the caller cancelled nothing.
