@@ -227,11 +227,13 @@ def some_faults(dice: random.Random) -> list[Fault]:
 
 
 async def check_random_faults(deployment: Deployment, num_requests: int, *, num_at_once: int = 8) -> None:
-    """Every request is answered right, whatever became of its blocks; some needed more than one attempt."""
-    dice, numbers = random.Random(1), iter(range(num_requests))
-    answers: list[Completion] = []
+    """Every request is answered right, whatever became of its blocks; of so many, some needed another attempt or sent a block again.
 
-    async def client(seed: int) -> None:
+    Which fault meets which block is a matter of timing: where a round was spared, there is another.
+    """
+    dice, answers = random.Random(1), list[Completion]()
+
+    async def client(seed: int, numbers: Iterator[int]) -> None:
         asker = Asker(deployment, seed)
         for number in numbers:
             set_all_faults(deployment, *some_faults(dice))
@@ -240,11 +242,18 @@ async def check_random_faults(deployment: Deployment, num_requests: int, *, num_
                 for worker in (*deployment.prefill, *deployment.decode):
                     await worker.role.engine.run(lambda core: core.check_integrity())  # type: ignore[attr-defined]
 
-    await asyncio.gather(*(client(seed) for seed in range(num_at_once)))
-    assert len(answers) == num_requests and all(answer.is_complete for answer in answers)
-    attempts = [answer.timings.num_attempts for answer in answers]
-    assert max(attempts) <= 3 and sum(number > 1 for number in attempts) > num_requests // 100, attempts
-    assert sum(worker.role.load().num_nacks for worker in deployment.decode) > num_requests // 100
+    def was_hit() -> bool:
+        num_retried = sum(answer.timings.num_attempts > 1 for answer in answers)
+        num_nacks = sum(worker.role.load().num_nacks for worker in deployment.decode)
+        return min(num_retried, num_nacks) > num_requests // 100
+
+    for round_ in range(10):
+        numbers = iter(range(num_requests))
+        await asyncio.gather(*(client(num_at_once * round_ + place, numbers) for place in range(num_at_once)))
+        if was_hit():
+            break
+    assert was_hit() and len(answers) >= num_requests and all(answer.is_complete for answer in answers)
+    assert max(answer.timings.num_attempts for answer in answers) <= 3
     assert all(core_of(worker).num_integrity_faults == 0 for worker in (*deployment.prefill, *deployment.decode))
     set_all_faults(deployment)
 
