@@ -152,7 +152,7 @@ class WorkerBlocks(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., error: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class PinPrefixRequest(_message.Message):
-    __slots__ = ("name", "text", "token_ids", "chat", "adapter", "cache", "tenant")
+    __slots__ = ("name", "text", "token_ids", "chat", "adapter", "cache", "tenant", "model")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -160,6 +160,7 @@ class PinPrefixRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     name: str
     text: str
     token_ids: _types_pb2.TokenIds
@@ -167,7 +168,8 @@ class PinPrefixRequest(_message.Message):
     adapter: str
     cache: _inference_pb2.CacheOptions
     tenant: str
-    def __init__(self, name: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[_inference_pb2.Chat, _Mapping]] = ..., adapter: _Optional[str] = ..., cache: _Optional[_Union[_inference_pb2.CacheOptions, _Mapping]] = ..., tenant: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, name: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[_inference_pb2.Chat, _Mapping]] = ..., adapter: _Optional[str] = ..., cache: _Optional[_Union[_inference_pb2.CacheOptions, _Mapping]] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class PinPrefixResponse(_message.Message):
     __slots__ = ("num_tokens", "num_full_blocks", "workers")

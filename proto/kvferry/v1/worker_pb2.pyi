@@ -133,6 +133,40 @@ class UndrainResponse(_message.Message):
     was_draining: bool
     def __init__(self, was_draining: _Optional[bool] = ...) -> None: ...
 
+class WatchBlocksRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchBlocksResponse(_message.Message):
+    __slots__ = ("epoch", "sequence_number", "stored", "removed", "cleared")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    sequence_number: int
+    stored: BlocksStored
+    removed: BlocksRemoved
+    cleared: BlocksCleared
+    def __init__(self, epoch: _Optional[int] = ..., sequence_number: _Optional[int] = ..., stored: _Optional[_Union[BlocksStored, _Mapping]] = ..., removed: _Optional[_Union[BlocksRemoved, _Mapping]] = ..., cleared: _Optional[_Union[BlocksCleared, _Mapping]] = ...) -> None: ...
+
+class BlocksStored(_message.Message):
+    __slots__ = ("block_hashes",)
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class BlocksRemoved(_message.Message):
+    __slots__ = ("block_hashes",)
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class BlocksCleared(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class WorkerLoad(_message.Message):
     __slots__ = ("num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_used_blocks", "num_steps", "num_prefill_tokens", "num_cached_tokens", "num_sampled_tokens", "num_blocks_shipped", "shipped_bytes", "num_nacks", "num_evictions", "num_recompute_preemptions", "num_swap_preemptions", "num_recomputed_tokens", "num_blocks_swapped_out", "num_blocks_swapped_in", "num_blocks_copied", "num_pinned_blocks", "tenant_hits", "num_integrity_faults", "num_unsound_hits", "max_running", "num_parked_prompts")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]

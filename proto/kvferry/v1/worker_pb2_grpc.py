@@ -50,6 +50,11 @@ class WorkerServiceStub:
                 request_serializer=proto_dot_kvferry_dot_v1_dot_worker__pb2.UndrainRequest.SerializeToString,
                 response_deserializer=proto_dot_kvferry_dot_v1_dot_worker__pb2.UndrainResponse.FromString,
                 _registered_method=True)
+        self.WatchBlocks = channel.unary_stream(
+                '/kvferry.v1.WorkerService/WatchBlocks',
+                request_serializer=proto_dot_kvferry_dot_v1_dot_worker__pb2.WatchBlocksRequest.SerializeToString,
+                response_deserializer=proto_dot_kvferry_dot_v1_dot_worker__pb2.WatchBlocksResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -79,6 +84,14 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchBlocks(self, request, context):
+        """Tells which full blocks a prompt could be hit for, and every change of that. A stream begins with `cleared`, and with
+        `stored` for what is there; the same comes again where the reader was too slow for the changes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -96,6 +109,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Undrain,
                     request_deserializer=proto_dot_kvferry_dot_v1_dot_worker__pb2.UndrainRequest.FromString,
                     response_serializer=proto_dot_kvferry_dot_v1_dot_worker__pb2.UndrainResponse.SerializeToString,
+            ),
+            'WatchBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchBlocks,
+                    request_deserializer=proto_dot_kvferry_dot_v1_dot_worker__pb2.WatchBlocksRequest.FromString,
+                    response_serializer=proto_dot_kvferry_dot_v1_dot_worker__pb2.WatchBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -180,6 +198,33 @@ class WorkerService:
             '/kvferry.v1.WorkerService/Undrain',
             proto_dot_kvferry_dot_v1_dot_worker__pb2.UndrainRequest.SerializeToString,
             proto_dot_kvferry_dot_v1_dot_worker__pb2.UndrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvferry.v1.WorkerService/WatchBlocks',
+            proto_dot_kvferry_dot_v1_dot_worker__pb2.WatchBlocksRequest.SerializeToString,
+            proto_dot_kvferry_dot_v1_dot_worker__pb2.WatchBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,10 @@ class WorkerServiceStub:
     """
     Undrain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UndrainRequest, _worker_pb2.UndrainResponse]
     """Takes new work again."""
+    WatchBlocks: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchBlocksRequest, _worker_pb2.WatchBlocksResponse]
+    """Tells which full blocks a prompt could be hit for, and every change of that. A stream begins with `cleared`, and with
+    `stored` for what is there; the same comes again where the reader was too slow for the changes.
+    """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -59,6 +63,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """
     Undrain: _aio.UnaryUnaryMultiCallable[_worker_pb2.UndrainRequest, _worker_pb2.UndrainResponse]  # type: ignore[assignment]
     """Takes new work again."""
+    WatchBlocks: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchBlocksRequest, _worker_pb2.WatchBlocksResponse]  # type: ignore[assignment]
+    """Tells which full blocks a prompt could be hit for, and every change of that. A stream begins with `cleared`, and with
+    `stored` for what is there; the same comes again where the reader was too slow for the changes.
+    """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """What every worker answers."""
@@ -90,6 +98,16 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.UndrainResponse, _abc.Awaitable[_worker_pb2.UndrainResponse]]:
         """Takes new work again."""
+
+    @_abc_1.abstractmethod
+    def WatchBlocks(
+        self,
+        request: _worker_pb2.WatchBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.WatchBlocksResponse], _abc.AsyncIterator[_worker_pb2.WatchBlocksResponse]]:
+        """Tells which full blocks a prompt could be hit for, and every change of that. A stream begins with `cleared`, and with
+        `stored` for what is there; the same comes again where the reader was too slow for the changes.
+        """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
