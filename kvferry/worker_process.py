@@ -24,10 +24,11 @@ from kvferry.config import Config, load_config
 from kvferry.drain import WorkerDrain
 from kvferry.errors import KvferryError, WorkerDraining
 from kvferry.host_memory import keep_message_buffers
+from kvferry.join import Joining, RouterJoins
 from kvferry.kv_layout import KvLayout
 from kvferry.process import StopSignals, print_ready
 from kvferry.rpc import RpcServer, check_can_listen, run
-from kvferry.rpc.listen import parse_address
+from kvferry.rpc.listen import WILDCARD_HOSTS, parse_address
 from kvferry.step_log import MappedStepLog, NoStepLog, StepLog
 from kvferry.telemetry import Telemetry, configure_logging, log_event, start_telemetry
 from kvferry.wire import layout_to_pb
@@ -38,7 +39,6 @@ from proto.kvferry.v1 import cache_pb2_grpc, types_pb2, worker_pb2, worker_pb2_g
 
 logger = logging.getLogger(__name__)
 
-WILDCARD_HOSTS = ("0.0.0.0", "[::]")  # noqa: S104 - compared with, not bound
 LINK_METHOD = "Link"
 """A shipment's control stream between two workers lives as long as they do."""
 HEALTH_INTERVAL_S = 0.5
@@ -183,6 +183,7 @@ class RunningWorker:
     server: RpcServer
     address: str
     health: asyncio.Task[None]
+    joins: RouterJoins
 
     async def stop(self, grace_s: float = 0.0, hurry: asyncio.Event | None = None) -> None:
         """No new work; what runs gets `grace_s`, less once `hurry` is set, and ends with a status after that."""
@@ -191,6 +192,7 @@ class RunningWorker:
         await asyncio.wait([self.health])
         name = self.context.identity.worker_id
         await self.server.drain(grace_s, hurry, WorkerDraining(f"worker {name} is shutting down; moved"))
+        await self.joins.close()
         await self.role.close()
 
 
@@ -227,11 +229,14 @@ async def start_worker(
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
     cache_pb2_grpc.add_WorkerCacheServiceServicer_to_server(WorkerCacheServicer(opened.memory), server.grpc)
     try:
-        address = await server.start(listen, (*opened.services, WORKER_SERVICE, WORKER_CACHE_SERVICE))
+        bound = await server.start(listen, (*opened.services, WORKER_SERVICE, WORKER_CACHE_SERVICE))
+        address = advertise or bound
+        joins = RouterJoins(config.join, Joining(context.identity, address, config.transfer.progress_timeout_s))
     except BaseException:
         await opened.close()
         raise
-    opened.on_bound(advertise or address)
+    opened.on_bound(address)
+    joins.start()
     health = asyncio.create_task(_tell_health(server, state, opened.is_alive))
     log_event(logger, "serving", address=address, model=config.model.public_name, epoch=context.identity.epoch)
-    return RunningWorker(context, opened, server, advertise or address, health)
+    return RunningWorker(context, opened, server, address, health, joins)

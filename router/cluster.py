@@ -1,4 +1,4 @@
-"""What the runs of all requests share: the workers, how they are chosen, and how long and how often to try."""
+"""What all runs of a model's requests share: the workers, how they are chosen, and how long and how often to try."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from opentelemetry.trace import Tracer
 
 from kvferry.errors import KvferryError
 from router.admission import RetryBudget
-from router.membership import Membership
+from router.model_workers import ModelWorkers
 from router.selection import PairSelector
 
 
@@ -18,7 +18,7 @@ class Cluster:
     """What all runs share.
 
     Attributes:
-        membership: the workers.
+        workers: those of the model.
         selector: chooses pairs.
         retries: budget for attempts without progress.
         progress_timeout_s: longest silence of a worker's stream.
@@ -28,7 +28,7 @@ class Cluster:
         count_retry: called with the error that made an attempt necessary.
     """
 
-    membership: Membership
+    workers: ModelWorkers
     selector: PairSelector
     retries: RetryBudget
     progress_timeout_s: float

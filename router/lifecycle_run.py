@@ -70,7 +70,7 @@ class LifecycleRun:
             is_beam_search=prepared.request.beam is not None,
             resumes=resumes,
             attempts=context.attempts,
-            local_prefill=context.cluster.membership.local_prefill,
+            local_prefill=context.cluster.workers.local_prefill,
             max_attempts=context.cluster.max_attempts,
         )
         self._pair = Pair(None, None)
@@ -212,7 +212,7 @@ class LifecycleRun:
         )
 
     def _needs(self, action: ChooseWorkers) -> Needs:
-        served, prepared = self._cluster.membership.served, self._prepared
+        served, prepared = self._cluster.workers.served, self._prepared
         if served is None:
             return Needs(prefill=action.needs_prefill, decode=action.needs_decode)
         num_prompt_tokens, layout = len(prepared.prompt_token_ids), served.layout
@@ -261,7 +261,7 @@ class LifecycleRun:
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    await self._cluster.membership.wait_changed()
+                    await self._cluster.workers.wait_changed()
                     with suppress(Unavailable):
                         return self._try_choose(action, allow_excluded=allow_excluded)
         except TimeoutError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -96,11 +97,11 @@ NOT_REACHED = "not reached yet"
 
 
 class Worker:
-    """One configured worker: its channel, its state, and the requests this router runs there.
+    """One worker: its channel, its state, and the requests this router runs there.
 
     Attributes:
-        address: host:port it is reached at; its key in this router.
-        role: what it is configured as.
+        address: host:port it is reached at; with the role its key in this router.
+        role: what it is listed as.
         channel: carries requests; traced.
         num_requests: attempts of this router that hold a call there.
         status: what it said last, None until it said something.
@@ -118,6 +119,7 @@ class Worker:
         self.status: WorkerStatus | None = None
         self.was_accepted = False
         self.breaker = Breaker()
+        self._released = asyncio.Event()
 
     @property
     def name(self) -> str:
@@ -128,6 +130,11 @@ class Worker:
     def public_name(self) -> str:
         """Its own name, its role until it told one: never where it runs."""
         return self.name if self.name != self.address else self.role.value
+
+    @property
+    def model(self) -> str:
+        """Name of the model it serves; empty until it told."""
+        return self.status.served.model if self.status is not None else ""
 
     @property
     def load(self) -> int:
@@ -152,6 +159,13 @@ class Worker:
             yield
         finally:
             self.num_requests -= 1
+            self._released.set()
+
+    async def unused(self) -> None:
+        """Returns once no attempt runs there."""
+        while self.num_requests:
+            self._released.clear()
+            await self._released.wait()
 
     def to_pb(self, *, shows_place: bool = True) -> inference_pb2.WorkerInfo:
         """The worker as `ListWorkers` shows it; without `shows_place` lacking process id and address."""
@@ -162,6 +176,7 @@ class Worker:
             state=self.state.value,
             reason=self.reason,
             num_requests=self.num_requests,
+            model=self.model,
         )
         if self.status is not None and self.state is not MemberState.CONNECTING:
             load = self.status.load

@@ -133,7 +133,7 @@ async def test_a_worker_that_is_gone_is_told_and_the_others_are_flushed(tmp_path
         await deployment.client.complete(GenerateOptions(prompt=PROMPT, max_tokens=2, ignore_eos=True))
         await deployment.decode[1].server.drain(0.0)
         while len(deployment.router.membership.ready(deployment.router.membership.decode[0].role)) > 1:
-            await deployment.router.membership.wait_changed()
+            await deployment.router.membership.changes.wait_next()
         async with Client(deployment.router.address) as client:
             flushed = {worker.worker: worker for worker in await client.flush_prefix_cache()}
         assert flushed["prefill-0"].num_blocks >= 3 and not flushed["prefill-0"].error

@@ -21,7 +21,7 @@ async def changed_until(router: Router, state: str, address: str) -> pb.WorkerIn
     worker = next(worker for worker in membership.workers if worker.address == address)
     async with asyncio.timeout(10):
         while worker.state.value != state:
-            await membership.wait_changed()
+            await membership.changes.wait_next()
     return worker.to_pb()
 
 

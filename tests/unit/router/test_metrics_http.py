@@ -82,8 +82,8 @@ async def test_health_is_whether_a_request_could_be_served(start_router: StartRo
         url = router.app.http_url
         assert (await http.get(f"{url}/health")).status_code == 200
         await network.decode[0].stop()
-        while not router.app.membership.missing:
-            await router.app.membership.wait_changed()
+        while not router.app.models.missing:
+            await router.app.membership.changes.wait_next()
         response = await http.get(f"{url}/health")
         assert response.status_code == 503
         assert network.decode[0].address in response.json()["reasons"][0]
