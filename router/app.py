@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 MESSAGE_OVERHEAD_BYTES = 1 << 20
 """gRPC's own limit lies this far above ours: a request just too large gets our answer, which names the limit."""
 MAX_WORKER_MESSAGE_BYTES = 4 << 20
+SERVICES = (SERVICE_NAME, cache_service.SERVICE_NAME, admin_service.SERVICE_NAME, join_service.SERVICE_NAME)
 
 
 class RouterApp:
@@ -71,16 +72,7 @@ class RouterApp:
         if not (config.router.decode or config.router.accept_joins):
             raise InvalidArgument("router.decode", "names no decode worker, and router.accept_joins is false")
         tokenizers = self._load_tokenizers()
-        identities = [
-            ModelIdentity(model.public_name, tokenizer.vocab_size, model.aliases) for model, tokenizer in tokenizers
-        ]
-        self.membership = Membership(
-            identities,
-            local_prefill=config.router.has_local_prefill,
-            progress_timeout_s=config.transfer.progress_timeout_s,
-            max_message_bytes=MAX_WORKER_MESSAGE_BYTES,
-            tracer=telemetry.tracer,
-        )
+        self.membership = self._make_membership(tokenizers)
         metrics = RouterMetrics(telemetry.metrics, self.membership)
         self.models = self._make_models(tokenizers, metrics)
         self.servicer = InferenceServicer(RouterParts(config, self.membership, self.models, metrics, telemetry))
@@ -89,28 +81,37 @@ class RouterApp:
             max_message_bytes=config.router.max_request_bytes + MESSAGE_OVERHEAD_BYTES,
             background_methods=admin_service.BACKGROUND_METHODS | join_service.BACKGROUND_METHODS,
         )
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.servicer, self._server.grpc)
-        cache = cache_service.CacheServicer(config, self.membership, self.models)
-        cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, self._server.grpc)
-        admin = admin_service.AdminServicer(Authenticator(config), self.membership)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server.grpc)
-        joins = join_service.JoinServicer(config.router, self.membership)
-        membership_pb2_grpc.add_MembershipServiceServicer_to_server(joins, self._server.grpc)
-        services = (
-            SERVICE_NAME,
-            cache_service.SERVICE_NAME,
-            admin_service.SERVICE_NAME,
-            join_service.SERVICE_NAME,
-        )
+        self._add_servicers()
         await self._stack.enter_async_context(self.membership)
-        self.address = await self._server.start(config.router.grpc_listen, services, serving=False)
+        self.address = await self._server.start(config.router.grpc_listen, SERVICES, serving=False)
         self._stack.push_async_callback(self._server.drain, 0.0)
         http = HttpServer(make_app(telemetry.metrics.registry, self.why_not_ready), config.router.http_listen)
         self.http_url = (await self._stack.enter_async_context(http)).url
         await self._stack.enter_async_context(Discovery(self.membership, config.router))
         self._health_task = asyncio.create_task(self._tell_health())
         self._stack.push_async_callback(self._end_health)
-        log_event(logger, "serving", address=self.address, http=self.http_url, model=config.model.public_name)
+        names = ", ".join(model.name for model in self.models.all)
+        log_event(logger, "serving", address=self.address, http=self.http_url, model=names)
+
+    def _add_servicers(self) -> None:
+        config, server = self._config, self._server.grpc
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.servicer, server)
+        cache = cache_service.CacheServicer(config, self.membership, self.models)
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, server)
+        admin = admin_service.AdminServicer(Authenticator(config), self.membership)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
+        joins = join_service.JoinServicer(config.router, self.membership)
+        membership_pb2_grpc.add_MembershipServiceServicer_to_server(joins, server)
+
+    def _make_membership(self, tokenizers: Sequence[tuple[ModelConfig, TextTokenizer]]) -> Membership:
+        config = self._config
+        return Membership(
+            [ModelIdentity(model.public_name, tokenizer.vocab_size, model.aliases) for model, tokenizer in tokenizers],
+            local_prefill=config.router.has_local_prefill,
+            progress_timeout_s=config.transfer.progress_timeout_s,
+            max_message_bytes=MAX_WORKER_MESSAGE_BYTES,
+            tracer=self._telemetry.tracer,
+        )
 
     def _load_tokenizers(self) -> list[tuple[ModelConfig, TextTokenizer]]:
         loaded: list[tuple[ModelConfig, TextTokenizer]] = []
