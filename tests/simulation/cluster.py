@@ -1,7 +1,8 @@
 """One run: a cluster drawn from a seed, its requests, its faults, and what must hold in it and at its end.
 
-Workers crash, freeze, drain and come back as somebody else; routers crash and freeze. Every router learns of it in its
-own time."""
+Workers join late, leave, crash, freeze, drain and come back as somebody else; routers crash and freeze. Every router
+learns of it in its own time.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +29,8 @@ MAX_EVENTS = 200_000
 
 TIME_LIMIT_NS = 5_000 * MS
 """Longest a request may take in virtual time, faults and all."""
+
+NEVER_NS = 1 << 62
 
 Worker = PrefillWorker | DecodeWorker
 
@@ -111,6 +114,8 @@ class Cluster:
         self._workers: dict[str, Worker] = {}
         for name in (*prefill, *decode):
             self._start(name)
+        self._gone: set[str] = set()  # workers that left for good
+        self._schedule_joins_and_leaves(random.Random(f"membership {seed}"), prefill, decode)
         self._runs = [self._draw_run(plan) for plan in draw_requests(self._rng, self._limits.max_running)]
         self._schedule_faults()
 
@@ -164,6 +169,26 @@ class Cluster:
             run.interrupt()
         else:
             router.life.run(run.interrupt)
+
+    def _schedule_joins_and_leaves(self, rng: random.Random, *roles: tuple[str, ...]) -> None:
+        """Of each role one worker is there from the beginning to the end; of the others some come late, some leave.
+
+        Drawn apart, so that this shifts nothing else that a seed decides.
+        """
+        for names in roles:
+            for name in names[1:]:
+                if rng.random() < 0.25:
+                    self._join_late(name, rng.randrange(60 * MS))
+                if rng.random() < 0.25:
+                    self.world.at(rng.randrange(20 * MS, 120 * MS), self._leave, name)
+
+    def _join_late(self, name: str, at_ns: int) -> None:
+        self.world.counts["late joins"] += 1
+        self._workers[name].life.crash(is_noticed=True)
+        for router in self._routers.values():
+            router.membership.set_up(name, is_up=False)
+        self._outages.add(name, at_ns)
+        self.world.at(at_ns, self._restart, name)
 
     # -- faults ------------------------------------------------------------------------------------------------------
 
@@ -239,13 +264,20 @@ class Cluster:
         self.world.after(grace_ns, worker.life.run, self._move, worker)
         self.world.after(grace_ns + rest_ns, worker.life.run, self._end_drain, worker)
 
+    def _leave(self, name: str) -> None:
+        """It drains and ends, and nobody takes its place."""
+        self._gone.add(name)
+        self._outages.add(name, NEVER_NS)
+        self.world.counts["leaves"] += 1
+        self._drain(name)
+
     def _move(self, worker: Worker) -> None:
         self._blame_all(worker.life, f"{worker.life.name} has drained")
         worker.move_calls()
 
     def _end_drain(self, worker: Worker) -> None:
         name = worker.life.name
-        if self.world.happens(0.5):
+        if name in self._gone or self.world.happens(0.5):
             self._crash(name)  # nothing runs there any more
             return
         self.world.note(name, "serves again")
@@ -253,6 +285,8 @@ class Cluster:
         self._tell_routers(0, 20 * MS, name, is_up=True)
 
     def _restart(self, name: str) -> None:
+        if name in self._gone:
+            return
         self.world.note(name, "restarts")
         self._start(name)
         self._outages.add(name, self.world.now_ns + 20 * MS)
@@ -347,6 +381,8 @@ class Cluster:
         """Nothing runs, nothing waits, nothing is held."""
         core, life = worker.core, worker.life
         if not life.is_alive:
+            if life.name in self._gone:
+                return
             raise InvariantViolation(f"{life.name} did not come back")
         worker.engine.check()
         found = worker.leftovers()

@@ -457,7 +457,7 @@ def test_steps_are_counted_from_one(key: str) -> None:
         Config().replace("faults", **{"allow_faults": True, key: 0})
 
 
-# -- models and joining --------------------------------------------------------------------------------------------------
+# -- models and joining ----------------------------------------------------------------------------------------------
 
 JOIN_KEYS = ("a-key-to-join", "another-to-join")
 
