@@ -7,6 +7,7 @@ import grpc.aio
 from decode_svc.admission import DecodeAdmission
 from decode_svc.attempt import DecodeAttempt
 from decode_svc.service import DecodeServicer
+from engine.block_feed import EngineBlockFeed
 from engine.mailboxes import Mailboxes
 from engine.memory_admin import EngineMemoryAdmin
 from engine.opening import open_core, open_loop
@@ -37,6 +38,7 @@ class DecodeRole:
             kill_at_step=context.config.faults.kill_decode_at_step,
         )
         self.memory = EngineMemoryAdmin(self.engine)
+        self.blocks = EngineBlockFeed(self.engine)
         self.servicer = DecodeServicer(
             self.engine,
             self.admission,

@@ -19,6 +19,7 @@ from proto.kvferry.v1 import admin_pb2_grpc, cache_pb2_grpc, inference_pb2_grpc
 from router import admin_service, cache_service
 from router.admission import RetryBudget
 from router.auth import Authenticator
+from router.block_index import BlockIndex
 from router.cluster import Cluster
 from router.http import HttpServer, make_app
 from router.membership import Membership
@@ -74,6 +75,7 @@ class RouterApp:
             max_message_bytes=MAX_WORKER_MESSAGE_BYTES,
             vocab_size=tokenizer.vocab_size,
             tracer=telemetry.tracer,
+            blocks=BlockIndex(),
         )
         metrics = RouterMetrics(telemetry.metrics, self.membership)
         self.servicer = InferenceServicer(

@@ -20,6 +20,8 @@ from kvferry.errors import KvferryError, Unavailable
 from kvferry.rpc import RpcChannel, read_with_progress_deadline
 from kvferry.telemetry import log_event
 from proto.kvferry.v1 import worker_pb2, worker_pb2_grpc
+from router.block_index import BlockIndex
+from router.block_watch import BlockWatch
 from router.worker import NOT_REACHED, MemberState, Role, ServedModel, Worker, WorkerStatus
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ class Membership:
         max_message_bytes: largest message a worker may send.
         vocab_size: ids of the router's tokenizer; a worker with another number is refused.
         tracer: for the calls of requests; watching leaves no spans.
+        blocks: which blocks the accepted workers hold.
     """
 
     def __init__(
@@ -49,13 +52,16 @@ class Membership:
         max_message_bytes: int,
         vocab_size: int,
         tracer: Tracer,
+        blocks: BlockIndex,
     ) -> None:
         def worker(address: str, role: Role) -> Worker:
-            return Worker(address, role, RpcChannel(address, tracer=tracer, max_message_bytes=max_message_bytes))
+            channel = RpcChannel(address, tracer=tracer, max_message_bytes=max_message_bytes)
+            return Worker(address, role, channel, blocks)
 
         self.prefill = tuple(worker(address, Role.PREFILL) for address in dict.fromkeys(prefill))
         self.decode = tuple(worker(address, Role.DECODE) for address in dict.fromkeys(decode))
         self.served: ServedModel | None = None
+        self.blocks = blocks
         self._vocab_size = vocab_size
         self._progress_timeout_s = progress_timeout_s
         self._tasks: list[asyncio.Task[None]] = []
@@ -125,12 +131,14 @@ class Membership:
         """Takes statuses until the stream ends; always raises."""
         stub = worker_pb2_grpc.WorkerServiceStub(channel.grpc)
         request = worker_pb2.WatchRequest(progress_timeout_s=self._progress_timeout_s)
-        async with channel.stream(stub.Watch, request) as call:
+        watch = BlockWatch(channel, worker.address, self.blocks)
+        async with channel.stream(stub.Watch, request) as call, watch as block_watch:
             while True:
                 message = await read_with_progress_deadline(call, self._progress_timeout_s, worker.address)
                 if message is None:
                     raise Unavailable(f"{worker.address} ended the watch")
                 self._take(worker, WorkerStatus.from_pb(message))
+                block_watch.follow(worker.was_accepted)
 
     def _take(self, worker: Worker, status: WorkerStatus) -> None:
         if worker.status is not None and worker.status.epoch != status.epoch:
