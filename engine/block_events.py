@@ -69,11 +69,8 @@ class PendingChanges:
             self._wake()
 
     def clear(self) -> None:
-        """Nothing is findable now."""
+        """All that was findable has been removed; the watcher need not be told each."""
         self._restart(_Base.NOTHING)
-        if not self._is_awake:
-            self._is_awake = True
-            self._wake()
 
     def _restart(self, base: _Base) -> None:
         self._base, self._stored, self._removed = base, {}, {}

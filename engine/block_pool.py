@@ -110,7 +110,7 @@ class BlockListener(Protocol):
     def on_unpublished(self, block_hash: bytes) -> None: ...
 
     def on_all_unpublished(self) -> None:
-        """Nothing can be found now, which may have been told one by one."""
+        """Nothing can be found now, as was told one by one."""
 
 
 class BlockPool:
@@ -324,7 +324,7 @@ class BlockPool:
         ]
         for block_id in published:
             self.unpublish(block_id)
-        if self.listener is not None and not self._by_hash:
+        if self.listener is not None and published and not self._by_hash:
             self.listener.on_all_unpublished()
         return len(published)
 

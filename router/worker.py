@@ -162,7 +162,7 @@ class Worker:
             self.num_requests -= 1
 
     def to_pb(self, *, shows_place: bool = True) -> inference_pb2.WorkerInfo:
-        """The worker as `ListWorkers` shows it; without `shows_place` lacking process id and address."""
+        """The worker as `ListWorkers` shows it; without `shows_place` lacking process id, address and known blocks."""
         info = inference_pb2.WorkerInfo(
             id=self.name if shows_place else self.public_name,
             role=self.role.value,
@@ -176,5 +176,5 @@ class Worker:
             info.pid = self.status.pid if shows_place else 0
             info.num_blocks = load.num_blocks
             info.num_available_blocks = load.num_free_blocks + load.num_cached_blocks
-            info.num_known_blocks = self.known_blocks.num_blocks
+            info.num_known_blocks = self.known_blocks.num_blocks if shows_place else 0
         return info

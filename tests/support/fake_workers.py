@@ -190,6 +190,7 @@ class FakeWorker(
         layout: what it claims.
         draining: what it says.
         block_hashes: what it says that it can be hit for.
+        num_block_watches: calls of WatchBlocks so far.
         watched: set while a router watches.
     """
 
@@ -203,6 +204,7 @@ class FakeWorker(
         self.vocab_size = network.vocab_size
         self.draining = False
         self.block_hashes: list[bytes] = []
+        self.num_block_watches = 0
         self.is_silent = False
         self.stops: list[tuple[int, int]] = []  # choices and how many tokens were wanted
         self._registered: dict[tuple[str, int], asyncio.Event] = {}
@@ -242,6 +244,7 @@ class FakeWorker(
         request: worker_pb2.WatchBlocksRequest,
         context: ServicerContext[worker_pb2.WatchBlocksRequest, worker_pb2.WatchBlocksResponse],
     ) -> None:
+        self.num_block_watches += 1
         changes = BlockChanges(is_reset=True, stored=self.block_hashes)
         for number, message in enumerate(block_changes_to_pb(changes), start=1):
             message.epoch, message.sequence_number = self.epoch, number

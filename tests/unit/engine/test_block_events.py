@@ -92,6 +92,11 @@ def test_a_flush_of_everything_clears() -> None:
     publish(pool, b"c")
     assert watcher.take() == (True, [], [b"c"])
     assert watcher.num_wakes == 1
+    pool.flush()
+    assert watcher.take() == (True, [], []) and watcher.num_wakes == 2
+    pool.flush()
+    assert watcher.take() == (False, [], []), "there was nothing to flush"
+    publish(pool, b"c")
     publish(pool, b"d", tenant="t")
     watcher.take()
     pool.flush("t")
@@ -116,6 +121,7 @@ def test_what_is_kept_for_one_watcher_is_bounded() -> None:
     for number in range(10_000):
         watcher.store(number.to_bytes(4, "big"))
         assert len(watcher._stored) + len(watcher._removed) <= 10
+    assert not watcher._stored, "nothing is kept when a snapshot is due"
 
 
 @pytest.mark.parametrize(("num_blocks", "max_changes"), [(64, 64), (MAX_PENDING_CHANGES * 2, MAX_PENDING_CHANGES)])

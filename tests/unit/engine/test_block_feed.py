@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from unittest.mock import patch
 
 from engine.block_feed import EngineBlockFeed
 from engine.core import EngineCore, EngineLimits
@@ -58,6 +59,21 @@ async def test_changes_that_come_to_nothing_are_not_told() -> None:
         await engine.run(publish_and_drop)
         await engine.run(publishing(b"b"))
         assert list((await waiting).stored) == [b"b"]
+
+
+async def test_a_quiet_pool_is_not_asked() -> None:
+    async with running_engine() as engine, asyncio.timeout(10), aclosing(EngineBlockFeed(engine).watch()) as feed:
+        await anext(feed)
+        await engine.run(publishing(b"a"))
+        await anext(feed)
+        waiting = asyncio.ensure_future(anext(feed))
+        await engine.run(lambda core: None)
+        with patch.object(engine, "submit", wraps=engine.submit) as submit:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert submit.call_count == 0
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
 
 
 async def test_a_reader_that_is_too_slow_gets_a_snapshot() -> None:

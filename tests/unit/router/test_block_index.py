@@ -104,6 +104,13 @@ def test_a_lost_worker_is_forgotten_and_its_room_given_back() -> None:
     assert index.known(W2) == KnownBlocks(3, is_partial=False, epoch=1)
 
 
+def test_a_stream_that_begins_anew_has_the_room_of_the_old_one() -> None:
+    index = BlockIndex(max_blocks=2)
+    for epoch in (1, 1, 2):
+        Stream(index, epoch=epoch).send(stored=[1, 2])
+        assert index.known(W1) == KnownBlocks(2, is_partial=False, epoch=epoch)
+
+
 def test_beyond_the_bound_the_newest_are_left_out_and_it_shows() -> None:
     index = BlockIndex(max_blocks=4)
     stream = Stream(index)

@@ -141,6 +141,12 @@ async def test_what_goes_wrong_costs_what_was_known_and_is_begun_anew(broken: Sc
         assert worker.server.num_calls == 3
 
 
+async def test_nothing_is_known_between_two_streams() -> None:
+    async with followed(Script(STAY, error=Internal("no")), Script(error=Internal("still not"))) as worker:
+        await until(lambda: worker.server.num_calls >= 2)
+        await until(lambda: worker.known == KnownBlocks())
+
+
 async def test_another_life_behind_the_address_begins_with_nothing() -> None:
     lives = Script(STAY, epoch=1, ends=True), Script({1: BlockChanges(is_reset=True)}, epoch=2)
     async with followed(*lives) as worker:
