@@ -22,8 +22,8 @@ from proto.kvferry.v1 import cache_pb2, types_pb2, worker_pb2
 MAX_CHOICES = 256
 """Most choices or beams of one request that a worker takes: all are made at once when the prompt is done."""
 
-MAX_HASHES_PER_MESSAGE = 8_192
-"""Block hashes of one message: 280 KB, far below gRPC's 4 MiB, and made or read in a few ms of an event loop's time."""
+MAX_HASHES_PER_MESSAGE = 4_096
+"""Block hashes of one message: 140 KB, far below gRPC's 4 MiB, and a millisecond or two of an event loop's time."""
 
 _REASONS: dict[FinishKind, types_pb2.FinishReason] = {
     FinishKind.END_OF_SEQUENCE: types_pb2.FINISH_REASON_END_OF_SEQUENCE,

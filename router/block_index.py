@@ -123,4 +123,7 @@ class BlockIndex:
 
 
 def _num_leading(hashes: Sequence[bytes], known: set[bytes]) -> int:
-    return next((length for length, block_hash in enumerate(hashes) if block_hash not in known), len(hashes))
+    for length, block_hash in enumerate(hashes):
+        if block_hash not in known:
+            return length
+    return len(hashes)

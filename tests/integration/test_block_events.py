@@ -282,6 +282,18 @@ async def test_a_worker_that_is_started_again_is_credited_with_nothing(tmp_path:
         assert runs() == {second.address: NUM_PROMPT_BLOCKS}
 
 
+async def test_a_worker_that_ends_does_not_wait_for_its_watchers(tmp_path: Path) -> None:
+    config = scripted_config(scripted_folder(tmp_path / "m"))
+    async with running_worker("decode", config) as worker, RpcChannel(worker.address) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel.grpc)
+        async with channel.stream(stub.WatchBlocks, worker_pb2.WatchBlocksRequest()) as call:
+            first: object = await call.read()
+            assert isinstance(first, worker_pb2.WatchBlocksResponse) and first.HasField("cleared")
+            assert (first.epoch, first.sequence_number) == (worker.context.identity.epoch, 1)
+            async with asyncio.timeout(30):
+                await worker.stop(grace_s=600.0)
+
+
 class LargePool:
     """A feed of a pool of 262,144 blocks, and nothing after that."""
 
