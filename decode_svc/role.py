@@ -7,9 +7,11 @@ import grpc.aio
 from decode_svc.admission import DecodeAdmission
 from decode_svc.attempt import DecodeAttempt
 from decode_svc.service import DecodeServicer
+from engine.block_feed import EngineBlockFeed
 from engine.mailboxes import Mailboxes
 from engine.memory_admin import EngineMemoryAdmin
 from engine.opening import open_core, open_loop
+from kvferry.block_changes import BlockFeed
 from kvferry.wire import load_to_pb
 from kvferry.worker_process import WorkerContext, capabilities_of
 from kvtransfer.grpc_transport import ShipServicer, add_ship_service
@@ -37,6 +39,7 @@ class DecodeRole:
             kill_at_step=context.config.faults.kill_decode_at_step,
         )
         self.memory = EngineMemoryAdmin(self.engine)
+        self.blocks: BlockFeed = EngineBlockFeed(self.engine)
         self.servicer = DecodeServicer(
             self.engine,
             self.admission,

@@ -20,6 +20,7 @@ from typing import Protocol
 import grpc.aio
 
 from kvferry import __version__
+from kvferry.block_changes import BlockFeed
 from kvferry.config import Config, load_config
 from kvferry.drain import WorkerDrain
 from kvferry.errors import KvferryError, WorkerDraining
@@ -68,6 +69,9 @@ class WorkerRole(Protocol):
 
     @property
     def memory(self) -> MemoryAdmin: ...
+
+    @property
+    def blocks(self) -> BlockFeed: ...
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Adds its servicers."""
@@ -225,7 +229,9 @@ async def start_worker(
     server = RpcServer(tracer=telemetry.tracer, background_methods=BACKGROUND_METHODS | {LINK_METHOD})
     opened.add_to(server.grpc)
     drain = WorkerDrain(context.identity, state, server.calls, config.shutdown.grace_s)
-    servicer = WorkerServicer(context.identity, state, drain, opened.capabilities, opened.load, opened.is_alive)
+    servicer = WorkerServicer(
+        context.identity, state, drain, opened.capabilities, opened.load, opened.is_alive, opened.blocks
+    )
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
     cache_pb2_grpc.add_WorkerCacheServiceServicer_to_server(WorkerCacheServicer(opened.memory), server.grpc)
     try:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import grpc.aio
 
+from engine.block_feed import EngineBlockFeed
 from engine.mailboxes import Mailboxes
 from engine.memory_admin import EngineMemoryAdmin
 from engine.opening import open_core, open_loop
+from kvferry.block_changes import BlockFeed
 from kvferry.wire import load_to_pb
 from kvferry.worker_process import WorkerContext, capabilities_of
 from kvtransfer.budget import ByteBudget
@@ -30,6 +32,7 @@ class PrefillRole:
         mailboxes = Mailboxes()
         self.engine = open_loop(self.core, mailboxes.deliver, kill_at_step=context.config.faults.kill_prefill_at_step)
         self.memory = EngineMemoryAdmin(self.engine)
+        self.blocks: BlockFeed = EngineBlockFeed(self.engine)
         transfer, identity = context.config.transfer, context.identity
         terms = terms_of(transfer, self.core.layout)
         self._peers = DecodePeers(

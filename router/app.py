@@ -20,6 +20,7 @@ from proto.kvferry.v1 import admin_pb2_grpc, cache_pb2_grpc, inference_pb2_grpc,
 from router import admin_service, cache_service, join_service
 from router.admission import RetryBudget
 from router.auth import Authenticator
+from router.block_index import BlockIndex
 from router.cluster import Cluster
 from router.discovery import Discovery
 from router.http import HttpServer, make_app
@@ -111,6 +112,7 @@ class RouterApp:
             progress_timeout_s=config.transfer.progress_timeout_s,
             max_message_bytes=MAX_WORKER_MESSAGE_BYTES,
             tracer=self._telemetry.tracer,
+            blocks=BlockIndex(),
         )
 
     def _load_tokenizers(self) -> list[tuple[ModelConfig, TextTokenizer]]:

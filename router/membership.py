@@ -26,6 +26,8 @@ from kvferry.rpc import RpcChannel, read_with_progress_deadline
 from kvferry.tasks import Changes
 from kvferry.telemetry import log_event
 from proto.kvferry.v1 import worker_pb2, worker_pb2_grpc
+from router.block_index import BlockIndex
+from router.block_watch import BlockWatch
 from router.worker import NOT_REACHED, MemberState, Role, ServedModel, Worker, WorkerStatus
 
 logger = logging.getLogger(__name__)
@@ -70,6 +72,7 @@ class Membership:
         progress_timeout_s: silence after which a worker counts as lost.
         max_message_bytes: largest message a worker may send.
         tracer: for the calls of requests; watching leaves no spans.
+        blocks: which blocks the accepted workers hold.
 
     Attributes:
         changes: told of every change of any worker's state.
@@ -83,11 +86,13 @@ class Membership:
         progress_timeout_s: float,
         max_message_bytes: int,
         tracer: Tracer,
+        blocks: BlockIndex,
     ) -> None:
         self.local_prefill = local_prefill
         self.changes = Changes()
         self._models = {name: model for model in models for name in model.names}
         self._served: dict[str, ServedModel] = {}
+        self.blocks = blocks
         self._progress_timeout_s = progress_timeout_s
         self._max_message_bytes = max_message_bytes
         self._tracer = tracer
@@ -144,7 +149,7 @@ class Membership:
 
     def _add(self, role: Role, address: str) -> _Member:
         channel = RpcChannel(address, tracer=self._tracer, max_message_bytes=self._max_message_bytes)
-        member = _Member(Worker(address, role, channel))
+        member = _Member(Worker(address, role, channel, self.blocks))
         self._members[role, address] = member
         member.task = asyncio.create_task(self._watch(member))
         self.changes.notify()
@@ -191,12 +196,14 @@ class Membership:
         """Takes statuses until the stream ends; always raises."""
         stub = worker_pb2_grpc.WorkerServiceStub(channel.grpc)
         request = worker_pb2.WatchRequest(progress_timeout_s=self._progress_timeout_s)
-        async with channel.stream(stub.Watch, request) as call:
+        watch = BlockWatch(channel, worker.address, self.blocks)
+        async with channel.stream(stub.Watch, request) as call, watch as block_watch:
             while True:
                 message = await read_with_progress_deadline(call, self._progress_timeout_s, worker.address)
                 if message is None:
                     raise Unavailable(f"{worker.address} ended the watch")
                 self._take(worker, WorkerStatus.from_pb(message))
+                block_watch.follow(worker.was_accepted)
 
     def _take(self, worker: Worker, status: WorkerStatus) -> None:
         if worker.status is not None and worker.status.epoch != status.epoch:

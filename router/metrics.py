@@ -162,6 +162,7 @@ class WorkerCollector(Collector):
         yield self._blocks(workers)
         yield self._requests(workers)
         yield self._gauge(workers, "pinned_blocks", "num_pinned_blocks", "Blocks that pins hold; among the used.")
+        yield from self._known_blocks(workers)
         yield self._by_kind(workers, "preemptions", "Sequences preempted, by what became of their KV.", PREEMPTIONS)
         yield self._by_kind(workers, "swapped_blocks", "Blocks copied to the host pool (out) and back (in).", SWAPS)
         yield from self._prefix_cache(workers)
@@ -219,6 +220,22 @@ class WorkerCollector(Collector):
                 family.add_metric((*_labels(worker), "cached"), load.num_cached_blocks)
                 family.add_metric((*_labels(worker), "used"), load.num_used_blocks)
         return family
+
+    def _known_blocks(self, workers: Iterable[Worker]) -> Iterable[Metric]:
+        num_known = GaugeMetricFamily(
+            "kvferry_worker_known_blocks", "Full blocks that this router knows can be hit.", None, WORKER_LABELS
+        )
+        partial = GaugeMetricFamily(
+            "kvferry_worker_known_blocks_partial",
+            "1 while the router's index has no room for all.",
+            None,
+            WORKER_LABELS,
+        )
+        for worker in workers:
+            known = worker.known_blocks
+            num_known.add_metric(_labels(worker), known.num_blocks)
+            partial.add_metric(_labels(worker), float(known.is_partial))
+        return (num_known, partial)
 
     def _requests(self, workers: Iterable[Worker]) -> Metric:
         family = GaugeMetricFamily(

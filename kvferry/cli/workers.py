@@ -52,6 +52,8 @@ def workers(
         "requests": [str(worker.num_requests) for worker in found],
         "free blocks": [f"{worker.num_available_blocks} of {worker.num_blocks}" for worker in found],
     }
+    if any(worker.address for worker in found):
+        columns["known blocks"] = [str(worker.num_known_blocks) for worker in found]
     write_table(columns)
 
 

@@ -85,6 +85,15 @@ async def test_stats_pin_unpin_and_flush(tmp_path: Path) -> None:
         assert "evictions" not in stdout and "free" not in stdout, "totals of all tenants, or zeros instead"
         code, stdout, _ = await kvferry("workers", *target, "--api-key", KEY)
         assert code == 0 and "decode-0" in stdout and "pid" not in stdout and "127.0.0.1" not in stdout
+        assert "known" not in stdout, "they tell of other tenants' prompts"
+        blocks, address = deployment.router.membership.blocks, deployment.prefill[0].address
+        await until(lambda: blocks.known(address).num_blocks == 3)
+        code, stdout, _ = await kvferry("workers", *target, "--api-key", ROOT_KEY, COLUMNS="200")
+        assert code == 0 and "known blocks" in stdout
+        code, stdout, _ = await kvferry("workers", *target, "--api-key", ROOT_KEY, "--json")
+        assert json.loads(stdout)[0]["num_known_blocks"] == 3
+        code, stdout, _ = await kvferry("workers", *target, "--api-key", KEY, "--json")
+        assert json.loads(stdout)[0]["num_known_blocks"] == 0
         code, stdout, _ = await kvferry("cache", "unpin", "sys", *target, "--api-key", KEY)
         assert code == 0 and stdout.count(" 3 ") == 2
         code, stdout, stderr = await kvferry("cache", "flush", *target, "--api-key", ROOT_KEY, "--json")

@@ -78,6 +78,7 @@ async def test_a_worker_that_differs_is_refused_with_both_values(start_router: S
             for _ in range(4):
                 await router.generate(ask())
             assert {call.worker.name for call in network.calls_of("decode")} == {"decode-0"}
+            assert [worker.num_block_watches for worker in network.decode] == [1, 0]
 
 
 async def test_a_worker_with_another_vocabulary_or_role_is_refused(start_router: StartRouter) -> None:
