@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from kvferry.rpc import RpcChannel
 from proto.kvferry.v1 import inference_pb2, inference_pb2_grpc
 from tests.support.relay import Relay
 from tests.support.worker_processes import WorkerProcess, worker_process
+from tests.support.workers import free_address
 
 NUM_OF_ROLE = 2
 STATE_TIMEOUT_S = 30.0
@@ -47,7 +47,7 @@ class Member:
         self.router_relay: Relay | None = None
         self.ship_relay: Relay | None = None
         self._folder, self._config = folder, config
-        self._listen = _free_address()
+        self._listen = free_address()
         self._life = AsyncExitStack()
         self._process: WorkerProcess
 
@@ -193,10 +193,3 @@ async def chaos_cluster(
         cluster = ChaosCluster(members, routers, client, relay)
         await cluster.all_ready()
         yield cluster
-
-
-def _free_address() -> str:
-    """Known before the process starts, because others are told of it then, and the same in all its lives."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -27,7 +26,7 @@ from kvferry.sampling import Finish, FinishKind
 from kvferry.wire import finish_to_pb
 from proto.kvferry.v1 import inference_pb2 as pb
 from tests.support.fake_router import FakeRouter, start_fake_router
-from tests.support.workers import until
+from tests.support.workers import free_address, until
 
 GONE = Unavailable("the router is shutting down")
 DRAINING = RouterDraining("the router is shutting down", retry_after_s=1.0)
@@ -323,9 +322,7 @@ async def test_a_router_that_cannot_be_reached_costs_nothing_of_the_budget(monke
 async def test_a_new_request_meets_a_router_that_is_just_back_where_the_other_one_drains() -> None:
     """The client finds out later than whoever restarts them: its channel tries to connect now and then only."""
     draining, back = ScriptedRouter([DRAINING]), ScriptedRouter([*BEGIN, *REST[1:]])
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{place.getsockname()[1]}"
+    address = free_address()
     async with AsyncExitStack() as stack:
         other, other_address = await start_fake_router(draining)
         stack.push_async_callback(other.drain, 0)
