@@ -212,8 +212,7 @@ async def test_work_stops_within_a_second_of_a_cancel(tmp_path: Path, phase: Cal
     await goes_and_all_stops(tmp_path / "model", phase, cancel, 1.0)
 
 
-@pytest.mark.parametrize("go", [fall_silent, be_parted])
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("phase", "go"), [*((phase, fall_silent) for phase in PHASES), (decoding, be_parted)])
 async def test_work_stops_within_the_keepalive_of_a_client_that_is_lost_silently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: Callable[[Scene], object], go: Go
 ) -> None:

@@ -1,16 +1,13 @@
-"""Workers that are not there, from the router's start on or later: what can be served is, and readiness is the truth."""
+"""Workers that are missing, from the router's start on or later: what can be served is, and readiness is the truth."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import httpx
@@ -25,9 +22,10 @@ from kvferry.errors import Unavailable
 from kvferry.rpc import RpcChannel
 from kvferry.telemetry import start_telemetry
 from router.app import RouterApp
+from tests.support.commands import CommandServer, plain_environment
 from tests.support.deployment import chat_folder, deployment_config
 from tests.support.relay import Relay
-from tests.support.worker_processes import ROOT, worker_process
+from tests.support.worker_processes import worker_process
 from tests.support.workers import free_address, running_worker, until
 
 PROMPT = list(range(20, 50))
@@ -109,7 +107,9 @@ async def test_without_prefill_nothing_reaches_decode_and_its_return_is_enough(t
 # -- missing from the start -------------------------------------------------------------------------------------------
 
 
-async def check_readiness(deployment: Routed, down: Collection[str], addresses: Mapping[str, str]) -> None:
+async def check_readiness(
+    commands: CommandServer, deployment: Routed, down: Collection[str], addresses: Mapping[str, str]
+) -> None:
     """Health over gRPC and HTTP, and `kvferry workers`, say what is true."""
     is_ready = "prefill-0" not in down and not {"decode-0", "decode-1"} <= set(down)
     async with RpcChannel(deployment.router.address) as channel, httpx.AsyncClient() as http:
@@ -121,25 +121,33 @@ async def check_readiness(deployment: Routed, down: Collection[str], addresses: 
     if not is_ready:
         told = " ".join(response.json()["reasons"])
         assert "connecting" in told and any(addresses[name] in told for name in down)
-    shown = {worker["address"]: worker for worker in await workers_command(deployment.router.address)}
+    shown = {worker["address"]: worker for worker in await workers_command(commands, deployment.router.address)}
     states = {name: str(shown[address]["state"]) for name, address in addresses.items()}
     assert states == {name: "connecting" if name in down else "ready" for name in addresses}
     assert all(shown[addresses[name]]["reason"] for name in down)
 
 
-async def workers_command(address: str) -> list[dict[str, object]]:
-    """What `kvferry workers --json` writes; not by uvloop, which forks, and gRPC's threads here do not bear that."""
-    command = [sys.executable, "-m", "kvferry.cli.app", "workers", "--json", "--router", address]
-    done = await asyncio.to_thread(partial(subprocess.run, command, cwd=ROOT, capture_output=True, check=True))
+async def workers_command(commands: CommandServer, address: str) -> list[dict[str, object]]:
+    """What `kvferry workers --json` writes."""
+    done = await commands.run("workers", "--json", "--router", address, environment=plain_environment())
     shown: list[dict[str, object]] = json.loads(done.stdout)
     return shown
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("how", ["refused", "silent"])
-@pytest.mark.parametrize("down", [["decode-1"], ["prefill-0"], list(ROLES)], ids=["spare", "needed", "all"])
+@pytest.mark.parametrize(
+    ("down", "how"),
+    [
+        (["decode-1"], "refused"),
+        (["decode-1"], "silent"),
+        (["prefill-0"], "silent"),
+        (list(ROLES), "refused"),
+        pytest.param(["prefill-0"], "refused", marks=pytest.mark.soak),
+        pytest.param(list(ROLES), "silent", marks=pytest.mark.soak),
+    ],
+)
 async def test_a_router_starts_with_workers_missing_and_tells_the_truth(
-    tmp_path: Path, down: list[str], how: str
+    tmp_path: Path, down: list[str], how: str, commands: CommandServer
 ) -> None:
     """R121: nobody listens at their addresses, or what listens there never answers."""
     config = deployment_config(chat_folder(tmp_path / "model"), timeout_s=1.0)
@@ -155,7 +163,7 @@ async def test_a_router_starts_with_workers_missing_and_tells_the_truth(
         deployment = await stack.enter_async_context(routed(config, **of_role))
         membership = deployment.router.membership
         await until(lambda: sum(worker.status is not None for worker in membership.workers) == len(ROLES) - len(down))
-        await check_readiness(deployment, down, addresses)
+        await check_readiness(commands, deployment, down, addresses)
         if down == ["decode-1"]:
             await deployment.check_serves()
         else:
@@ -166,5 +174,5 @@ async def test_a_router_starts_with_workers_missing_and_tells_the_truth(
         await until(
             lambda: len([worker for worker in membership.workers if worker.state.value == "ready"]) == len(ROLES)
         )
-        await check_readiness(deployment, [], addresses)
+        await check_readiness(commands, deployment, [], addresses)
         await deployment.check_serves()
