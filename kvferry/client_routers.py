@@ -52,7 +52,7 @@ class Router:
         self.avoided_until_s = time.monotonic() + AVOID_FAILED_S
 
     def answered(self) -> None:
-        """It serves."""
+        """It took a request. What comes of those it took before says nothing: a router that drains ends them, too."""
         self.avoided_until_s = 0.0
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from kvferry.config import Config, ModelConfig
-from kvferry.errors import InvalidArgument
+from kvferry.errors import InvalidArgument, RouterDraining
 from kvferry.rpc import RpcServer
 from kvferry.telemetry import Telemetry, log_event
 from proto.kvferry.v1 import admin_pb2_grpc, cache_pb2_grpc, inference_pb2_grpc, membership_pb2_grpc
@@ -160,7 +160,7 @@ class RouterApp:
         self._is_draining = True
         self.servicer.drain()
         await self._end_health()  # else it might say SERVING again
-        await self._server.drain(grace_s, hurry)
+        await self._server.drain(grace_s, hurry, RouterDraining("the router is shutting down"))
 
     async def _tell_health(self) -> None:
         """Keeps the gRPC health service at what is true."""

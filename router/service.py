@@ -20,7 +20,7 @@ from opentelemetry import trace
 
 from kvferry import __version__
 from kvferry.config import Config
-from kvferry.errors import Cancelled, DeadlineExceeded, Internal, KvferryError, Unavailable
+from kvferry.errors import Cancelled, DeadlineExceeded, Internal, KvferryError, RouterDraining
 from kvferry.telemetry import Attributes, SpanNames, Telemetry, context_of
 from kvferry.wire import layout_to_pb
 from proto.kvferry.v1 import inference_pb2 as pb
@@ -88,7 +88,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         with self._parts.metrics.request() as record, logged(record):
             tenant = self._authenticator.tenant(context.invocation_metadata())
             if self._is_draining:
-                raise Unavailable("the router is shutting down", retry_after_s=1.0)
+                raise RouterDraining("the router is shutting down", retry_after_s=1.0)
             with self._admission.admit():
                 model = self._parts.models.find(request.model)
                 prepared = await self._prepare(request, model, tenant, deadline_s, record)

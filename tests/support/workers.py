@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -68,6 +69,7 @@ async def running_worker(
     config: Config,
     *,
     listen: str = "127.0.0.1:0",
+    advertise: str | None = None,
     worker_id: str = "",
     exporter: SpanExporter | None = None,
     faults: Faults = NO_FAULTS,
@@ -80,12 +82,27 @@ async def running_worker(
         config = config.replace("transfer", transport="auto")
     worker_id = worker_id or f"{role}-0"
     telemetry = start_telemetry(config.telemetry, role, worker_id, exporter=exporter)
-    worker = await start_worker(role, open_role(role, faults), config, listen, worker_id=worker_id, telemetry=telemetry)
+    worker = await start_worker(
+        role,
+        open_role(role, faults),
+        config,
+        listen,
+        advertise=advertise,
+        worker_id=worker_id,
+        telemetry=telemetry,
+    )
     try:
         yield worker
     finally:
         await worker.stop()
         await telemetry.shutdown()
+
+
+def free_address() -> str:
+    """For a server that others are told of before it starts, or that has the same address in all its lives."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def core_of(worker: RunningWorker) -> EngineCore:
