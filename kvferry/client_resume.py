@@ -5,6 +5,10 @@
                      └─ begun ─► the rest of it (`GenerateRequest.resume`), at another router or, after a pause, at the
                                  same one, until there is progress again or `wait_s` has passed without any
 
+A router that is silent is lost, too: from its first heartbeat on, which comes right behind `Started`, it may say nothing
+for `progress_timeout_s`. One that sends none is of a version that has none, and its silence means nothing. All versions
+say `Started` as soon as the prompt is tokenised, so before it one limit holds for all.
+
 The caller's iterator just pauses. All other errors, and the call's deadline, are as with a single router.
 """
 
@@ -15,12 +19,11 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
-
-import grpc.aio
+from typing import TYPE_CHECKING, Self
 
 from kvferry.client_routers import Router, Routers
 from kvferry.errors import DataLoss, DeadlineExceeded, FailedPrecondition, Unavailable
+from kvferry.rpc import read_with_progress_deadline
 from kvferry.telemetry import log_event
 from proto.kvferry.v1 import inference_pb2 as pb
 from proto.kvferry.v1 import types_pb2
@@ -36,6 +39,8 @@ LONGEST_PAUSE_S = 1.0
 MAX_FRUITLESS_STARTS = 3
 """Times in a row that a router may take the rest of a response and be lost before anything new: the request itself may
 be what breaks them."""
+FIRST_MESSAGE_TIMEOUT_S = 15.0
+"""Least silence borne before `Started`, as keepalive bears of a connection; the longest prompt is tokenised sooner."""
 LEAST_TIME_LIMIT_S = 0.001
 """What a resumed request has left of a time limit that has passed: the router ends it by the same rule."""
 
@@ -104,11 +109,13 @@ class PartialResponse:
 
 
 class _Attempt:
-    """The request at one router."""
+    """The request at one router. With `request.progress_timeout_s` set, its silence is bounded."""
 
     def __init__(self, router: Router, request: pb.GenerateRequest, timeout_s: float | None) -> None:
         self.router = router
         self.has_started = False
+        self._progress_timeout_s = request.progress_timeout_s if request.HasField("progress_timeout_s") else None
+        self._has_heartbeats = False
         self._is_closed = False
         self._context: AbstractAsyncContextManager[UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]]
         self._context = router.channel.stream(router.stub.Generate, request, timeout_s=timeout_s)
@@ -119,16 +126,31 @@ class _Attempt:
         return self
 
     async def read(self) -> pb.GenerateResponse | None:
-        """The next message, None at the end. After an error the call has ended."""
+        """The next message, None at the end. Raises Unavailable after too long a silence.
+
+        After an error the call has ended.
+        """
         assert self._call is not None
         try:
-            message: Any = await self._call.read()
+            peer = f"the router at {self.router.address}"
+            message = await read_with_progress_deadline(self._call, self._longest_silence_s, peer)
         except BaseException as error:
             if not self._is_closed:  # by another task of the caller's
                 self._is_closed = True
                 await self._context.__aexit__(type(error), error, error.__traceback__)  # raises what a status means
             raise
-        return None if message is grpc.aio.EOF else message
+        if message is not None:
+            self.has_started = self.has_started or message.HasField("started")
+            self._has_heartbeats = self._has_heartbeats or message.HasField("heartbeat")
+        return message
+
+    @property
+    def _longest_silence_s(self) -> float | None:
+        if self._progress_timeout_s is None:
+            return None
+        if not self.has_started:
+            return max(self._progress_timeout_s, FIRST_MESSAGE_TIMEOUT_S)
+        return self._progress_timeout_s if self._has_heartbeats else None
 
     async def close(self) -> None:
         """Cancels the call, unless it has ended."""
@@ -213,11 +235,12 @@ class ResumingStream(AsyncIterator[pb.GenerateResponse]):
         """Whether the event is for the caller, who gets `started` once."""
         assert self._attempt is not None
         self._attempt.router.answered()
+        if event.HasField("heartbeat"):
+            return False
         if not event.HasField("started"):
             self._partial.take(event)
             self._has_advanced = True
             return True
-        self._attempt.has_started = True
         if self._partial.started is not None:
             await self._resumed(event.started)
             return False

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from opentelemetry.trace import Tracer
 
-from kvferry.errors import InvalidArgument, Unavailable
+from kvferry.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from kvferry.rpc import RpcChannel
 from proto.kvferry.v1 import admin_pb2_grpc, cache_pb2_grpc, inference_pb2_grpc
 
@@ -20,6 +20,8 @@ MAX_RESPONSE_BYTES = 64 << 20
 """A message with logprobs of a long prompt is large."""
 AVOID_FAILED_S = 2.0
 """How long a router that failed is asked only when no other is left: what a restart takes, at the least."""
+PROBE_S = 15.0
+"""How long the first request that tries a router again tries alone: the others must not wait for one that hangs."""
 REPEAT_SHARE = 0.1
 """Requests repeated at another router, as a share of all."""
 REPEAT_BURST = 10.0
@@ -42,6 +44,7 @@ class Router:
         self.admin_stub = admin_pb2_grpc.AdminServiceStub(self.channel.grpc)
         self.cache_stub = cache_pb2_grpc.CacheServiceStub(self.channel.grpc)
         self.avoided_until_s = 0.0  # on the monotonic clock
+        self._has_failed = False  # since its last answer
 
     @property
     def is_avoided(self) -> bool:
@@ -49,11 +52,18 @@ class Router:
 
     def failed(self) -> None:
         """It was unavailable."""
+        self._has_failed = True
         self.avoided_until_s = time.monotonic() + AVOID_FAILED_S
 
     def answered(self) -> None:
         """It serves."""
+        self._has_failed = False
         self.avoided_until_s = 0.0
+
+    def chosen(self) -> None:
+        """A request goes there; after a failure the first one tries alone."""
+        if self._has_failed:
+            self.avoided_until_s = time.monotonic() + PROBE_S
 
 
 class Routers:
@@ -88,7 +98,9 @@ class Routers:
         self._num_turns += 1
         in_turn = [*self._all[start:], *self._all[:start]]
         left = [router for router in in_turn if router not in tried]
-        return next((router for router in left if not router.is_avoided), min(left, key=lambda r: r.avoided_until_s))
+        first = next((router for router in left if not router.is_avoided), min(left, key=lambda r: r.avoided_until_s))
+        first.chosen()
+        return first
 
     async def ask(self, call: Callable[[Router], Awaitable[_Answer]]) -> _Answer:
         """The answer of a router that is there. Raises Unavailable when none is."""
@@ -97,7 +109,7 @@ class Routers:
             router = self.next(tried)
             try:
                 answer = await call(router)
-            except Unavailable:
+            except (Unavailable, DeadlineExceeded):  # the deadline of a plain call is ours
                 router.failed()
                 tried.append(router)
                 if len(tried) == len(self._all):

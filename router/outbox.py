@@ -2,7 +2,7 @@
 
 Workers' streams are read at their own pace; what the client has not taken is merged into few deltas a choice. It
 holds no more than the request's `max_tokens` × n ids, their text, and a handful of other messages a choice: that is its
-bound.
+bound. Heartbeats are made as they are taken, so none ever waits behind another.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import deque
 
 from kvferry.errors import KvferryError
 from proto.kvferry.v1 import inference_pb2 as pb
+from router.calls import HEARTBEATS_PER_TIMEOUT
 
 MAX_MERGED_TOKENS = 256
 MAX_MERGED_CHARS = 4096
@@ -19,9 +20,15 @@ MAX_MERGED_CHARS = 4096
 
 
 class Outbox:
-    """One producer, one consumer."""
+    """One producer, one consumer.
 
-    def __init__(self) -> None:
+    Args:
+        progress_timeout_s: longest silence the client bears. A heartbeat follows `Started`, to say that they come, and
+            then one whenever nothing else came for a third of it. None for a client that wants none.
+    """
+
+    def __init__(self, progress_timeout_s: float | None = None) -> None:
+        self._interval_s = None if progress_timeout_s is None else progress_timeout_s / HEARTBEATS_PER_TIMEOUT
         self._messages: deque[pb.GenerateResponse] = deque()
         self._last_deltas: dict[int, pb.GenerateResponse] = {}  # by choice: the last delta that waits
         self._filled = asyncio.Event()
@@ -37,6 +44,8 @@ class Outbox:
                 return
             self._last_deltas[message.delta.index] = message
         self._messages.append(message)
+        if message.HasField("started") and self._interval_s is not None:
+            self._messages.append(_heartbeat())
         self._filled.set()
 
     def take_all(self) -> list[pb.GenerateResponse]:
@@ -53,18 +62,29 @@ class Outbox:
             self._filled.set()
 
     async def take(self) -> pb.GenerateResponse | None:
-        """The next message, None at the end; raises the error the outbox was closed with."""
+        """The next message, None at the end; raises the error the outbox was closed with.
+
+        A heartbeat says that the producer has not closed the outbox: the request is under way.
+        """
         while not self._messages:
             if self._closed:
                 if self._error is not None:
                     raise self._error
                 return None
             self._filled.clear()
-            await self._filled.wait()
+            try:
+                async with asyncio.timeout(self._interval_s):
+                    await self._filled.wait()
+            except TimeoutError:
+                return _heartbeat()
         message = self._messages.popleft()
         if self._last_deltas.get(message.delta.index) is message:
             del self._last_deltas[message.delta.index]
         return message
+
+
+def _heartbeat() -> pb.GenerateResponse:
+    return pb.GenerateResponse(heartbeat=pb.StreamHeartbeat())
 
 
 def _has_room(delta: pb.ChoiceDelta) -> bool:

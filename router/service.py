@@ -235,7 +235,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         record: RequestRecord,
     ) -> None:
         self._parts.cluster.retries.add_request()
-        outbox = Outbox()
+        outbox = Outbox(prepared.request.progress_timeout_s)
         output = RequestOutput(
             prepared.request,
             prepared.sampling,

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from kvferry.errors import InvalidArgument, NotFound, PermissionDenied, ResourceExhausted, UnsupportedField
 from kvferry.kv_layout import KvLayout, num_beam_blocks
 from kvferry.sampling import GREEDY_BELOW_TEMPERATURE, BeamParams, SamplingParams
+from kvferry.worker import check_progress_timeout
 from proto.kvferry.v1 import inference_pb2 as pb
 from router.resume import ReceivedResponse, resume_of
 from router.text.chat_template import FIELD as CHAT_FIELD
@@ -120,6 +121,7 @@ class Request:
         tenant: whose request it is, by its API key.
         text, token_ids, prompt_token_ids: what the response carries.
         resume: what the client has of the response already; None where it begins.
+        progress_timeout_s: longest silence the client bears; None for no heartbeats.
         The rest as in the public request.
     """
 
@@ -153,6 +155,7 @@ class Request:
     shared_salt: str
     tenant: str
     resume: ReceivedResponse | None = None
+    progress_timeout_s: float | None = None
 
     @property
     def ranks_candidates(self) -> bool:
@@ -233,6 +236,7 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
         shared_salt=_salt("cache.shared_salt", message.cache.shared_salt),
         tenant=_tenant(message.tenant, tenant),
         resume=resume_of(message, n=n, vocab_size=limits.vocab_size),
+        progress_timeout_s=_progress_timeout_s(message),
     )
 
 
@@ -580,6 +584,13 @@ def _time_limit_s(stopping: pb.StoppingOptions) -> float | None:
     if value <= 0:
         raise InvalidArgument("stopping.time_limit_s", f"{value} is not above 0")
     return value
+
+
+def _progress_timeout_s(message: pb.GenerateRequest) -> float | None:
+    if not message.HasField("progress_timeout_s"):
+        return None
+    check_progress_timeout("progress_timeout_s", message.progress_timeout_s)
+    return message.progress_timeout_s
 
 
 def _salt(field: str, salt: str) -> str:

@@ -77,6 +77,43 @@ async def test_a_consumer_that_waits_is_woken() -> None:
     assert await taking == delta(0, 5)
 
 
+# --- heartbeats ---
+
+HEARTBEAT = pb.GenerateResponse(heartbeat=pb.StreamHeartbeat())
+STARTED = pb.GenerateResponse(started=pb.Started(model="m"))
+
+
+async def test_a_heartbeat_comes_behind_started_and_in_every_silence() -> None:
+    outbox, loop = Outbox(progress_timeout_s=0.3), asyncio.get_running_loop()
+    outbox.put(STARTED)
+    outbox.put(delta(0, 5))
+    assert [await outbox.take() for _ in range(3)] == [STARTED, HEARTBEAT, delta(0, 5)]
+    for _ in range(2):
+        before_s = loop.time()
+        assert await outbox.take() == HEARTBEAT
+        assert 0.09 < loop.time() - before_s < 0.3
+    outbox.close()
+    assert await outbox.take() is None, "there is no heartbeat of a request that has ended"
+
+
+async def test_what_comes_in_time_takes_the_place_of_a_heartbeat() -> None:
+    outbox = Outbox(progress_timeout_s=3600)
+    taking = asyncio.create_task(outbox.take())
+    await asyncio.sleep(0)
+    outbox.put(delta(0, 5))
+    assert await taking == delta(0, 5)
+
+
+async def test_no_heartbeats_unless_asked_for() -> None:
+    outbox = Outbox()
+    outbox.put(STARTED)
+    outbox.put(delta(0, 5))
+    assert [await outbox.take(), await outbox.take()] == [STARTED, delta(0, 5)]
+
+
+# --- admission ---
+
+
 def test_admission_gives_places_back() -> None:
     admission = Admission(1)
     for _ in range(3):
