@@ -244,8 +244,8 @@ class Client:
             when it is back. Default: where there are several.
         resume_wait_s: how long a response waits without progress before it fails with the loss.
         progress_timeout_s: longest silence of a router within a response; then it counts as lost. 0.1 … 3600; by
-            default 10 where there are several, and no limit for a single one. Before a response's first message at
-            least 15 s are borne.
+            default 10 where there are several, and no limit for a single one. Of a router that may be of a version
+            without heartbeats at least 15 s are borne before the response begins, and any silence after.
     """
 
     def __init__(

@@ -5,9 +5,9 @@
                      └─ begun ─► the rest of it (`GenerateRequest.resume`), at another router or, after a pause, at the
                                  same one, until there is progress again or `wait_s` has passed without any
 
-A router that is silent is lost, too: from its first heartbeat on, which comes right behind `Started`, it may say nothing
-for `progress_timeout_s`. One that sends none is of a version that has none, and its silence means nothing. All versions
-say `Started` as soon as the prompt is tokenised, so before it one limit holds for all.
+A router that says nothing for `progress_timeout_s` is lost, too. Its first heartbeat comes right behind `Started`; if
+none does, the router is of a version that has none, and its silence behind `Started` means nothing. Before `Started`,
+which all versions send as soon as the prompt is tokenised, one not known to have heartbeats is borne longer.
 
 The caller's iterator just pauses. All other errors, and the call's deadline, are as with a single router.
 """
@@ -40,7 +40,7 @@ MAX_FRUITLESS_STARTS = 3
 """Times in a row that a router may take the rest of a response and be lost before anything new: the request itself may
 be what breaks them."""
 FIRST_MESSAGE_TIMEOUT_S = 15.0
-"""Least silence borne before `Started`, as keepalive bears of a connection; the longest prompt is tokenised sooner."""
+"""Least silence borne before `Started` of a router that may have no heartbeats: as keepalive bears of a connection."""
 LEAST_TIME_LIMIT_S = 0.001
 """What a resumed request has left of a time limit that has passed: the router ends it by the same rule."""
 
@@ -141,16 +141,17 @@ class _Attempt:
             raise
         if message is not None:
             self.has_started = self.has_started or message.HasField("started")
-            self._has_heartbeats = self._has_heartbeats or message.HasField("heartbeat")
+            if message.HasField("heartbeat"):
+                self._has_heartbeats = self.router.has_heartbeats = True
         return message
 
     @property
     def _longest_silence_s(self) -> float | None:
-        if self._progress_timeout_s is None:
+        if self._progress_timeout_s is None or (self.has_started and not self._has_heartbeats):
             return None
-        if not self.has_started:
-            return max(self._progress_timeout_s, FIRST_MESSAGE_TIMEOUT_S)
-        return self._progress_timeout_s if self._has_heartbeats else None
+        if self._has_heartbeats or self.router.has_heartbeats:
+            return self._progress_timeout_s
+        return max(self._progress_timeout_s, FIRST_MESSAGE_TIMEOUT_S)
 
     async def close(self) -> None:
         """Cancels the call, unless it has ended."""

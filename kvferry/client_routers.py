@@ -35,6 +35,7 @@ class Router:
 
     Attributes:
         address: host:port.
+        has_heartbeats: whether its streams have them, as far as is known.
     """
 
     def __init__(self, address: str, *, tracer: Tracer | None, headers: Mapping[str, str]) -> None:
@@ -44,6 +45,7 @@ class Router:
         self.admin_stub = admin_pb2_grpc.AdminServiceStub(self.channel.grpc)
         self.cache_stub = cache_pb2_grpc.CacheServiceStub(self.channel.grpc)
         self.avoided_until_s = 0.0  # on the monotonic clock
+        self.has_heartbeats = False
         self._has_failed = False  # since its last answer
 
     @property
@@ -53,6 +55,7 @@ class Router:
     def failed(self) -> None:
         """It was unavailable."""
         self._has_failed = True
+        self.has_heartbeats = False  # the next at this address may be of another version
         self.avoided_until_s = time.monotonic() + AVOID_FAILED_S
 
     def answered(self) -> None:

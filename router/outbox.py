@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TypeVar
 
 from kvferry.errors import KvferryError
 from proto.kvferry.v1 import inference_pb2 as pb
-from router.calls import HEARTBEATS_PER_TIMEOUT
+
+_Result = TypeVar("_Result")
 
 MAX_MERGED_TOKENS = 256
 MAX_MERGED_CHARS = 4096
@@ -23,12 +26,12 @@ class Outbox:
     """One producer, one consumer.
 
     Args:
-        progress_timeout_s: longest silence the client bears. A heartbeat follows `Started`, to say that they come, and
-            then one whenever nothing else came for a third of it. None for a client that wants none.
+        heartbeat_interval_s: a heartbeat follows `Started`, to say that they come, and then one whenever nothing else
+            came for so long. None for a client that wants none.
     """
 
-    def __init__(self, progress_timeout_s: float | None = None) -> None:
-        self._interval_s = None if progress_timeout_s is None else progress_timeout_s / HEARTBEATS_PER_TIMEOUT
+    def __init__(self, heartbeat_interval_s: float | None = None) -> None:
+        self._interval_s = heartbeat_interval_s
         self._messages: deque[pb.GenerateResponse] = deque()
         self._last_deltas: dict[int, pb.GenerateResponse] = {}  # by choice: the last delta that waits
         self._filled = asyncio.Event()
@@ -81,6 +84,22 @@ class Outbox:
         if self._last_deltas.get(message.delta.index) is message:
             del self._last_deltas[message.delta.index]
         return message
+
+
+async def beating(
+    work: Coroutine[None, None, _Result],
+    write: Callable[[pb.GenerateResponse], Awaitable[None]],
+    heartbeat_interval_s: float | None,
+) -> _Result:
+    """The result of `work`, with heartbeats while it takes. What is raised by either ends both."""
+    task = asyncio.create_task(work)
+    try:
+        while not (await asyncio.wait([task], timeout=heartbeat_interval_s))[0]:
+            await write(_heartbeat())
+        return task.result()
+    finally:
+        task.cancel()  # of no effect once it is done
+        await asyncio.wait([task])
 
 
 def _heartbeat() -> pb.GenerateResponse:

@@ -32,7 +32,7 @@ from router.ledger import RequestLedger
 from router.membership import Membership
 from router.messages import completed, started
 from router.metrics import RequestRecord, RouterMetrics
-from router.outbox import Outbox
+from router.outbox import Outbox, beating
 from router.prepared_request import PreparedRequest
 from router.request_log import logged
 from router.request_output import RequestOutput
@@ -49,6 +49,7 @@ from router.validation import (
     TextPrompt,
     TokenPrompt,
     fit,
+    heartbeat_interval_s,
     validate,
 )
 from router.worker import Role
@@ -103,7 +104,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             if self._is_draining:
                 raise Unavailable("the router is shutting down", retry_after_s=1.0)
             with self._admission.admit():
-                prepared = await self._prepare(request, tenant, deadline_s, record)
+                interval_s = heartbeat_interval_s(request)
+                prepared = await beating(self._prepare(request, tenant, deadline_s, record), context.write, interval_s)
                 await self._serve(prepared, context, record)
 
     async def Abort(
@@ -235,7 +237,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         record: RequestRecord,
     ) -> None:
         self._parts.cluster.retries.add_request()
-        outbox = Outbox(prepared.request.progress_timeout_s)
+        outbox = Outbox(prepared.request.heartbeat_interval_s)
         output = RequestOutput(
             prepared.request,
             prepared.sampling,

@@ -22,6 +22,7 @@ from router.text.chat_template import FIELD as CHAT_FIELD
 from router.text.chat_template import ChatMessage
 from router.text.tokenizer import TEXT_FIELD
 
+HEARTBEATS_PER_TIMEOUT = 3
 MAX_CHAT_MESSAGES = 2_048
 """Every message costs work in Python while others wait; no conversation within a context has more."""
 MAX_REQUEST_ID_CHARS = 256
@@ -121,7 +122,7 @@ class Request:
         tenant: whose request it is, by its API key.
         text, token_ids, prompt_token_ids: what the response carries.
         resume: what the client has of the response already; None where it begins.
-        progress_timeout_s: longest silence the client bears; None for no heartbeats.
+        heartbeat_interval_s: longest silence before a heartbeat; None for none.
         The rest as in the public request.
     """
 
@@ -155,7 +156,7 @@ class Request:
     shared_salt: str
     tenant: str
     resume: ReceivedResponse | None = None
-    progress_timeout_s: float | None = None
+    heartbeat_interval_s: float | None = None
 
     @property
     def ranks_candidates(self) -> bool:
@@ -236,8 +237,16 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
         shared_salt=_salt("cache.shared_salt", message.cache.shared_salt),
         tenant=_tenant(message.tenant, tenant),
         resume=resume_of(message, n=n, vocab_size=limits.vocab_size),
-        progress_timeout_s=_progress_timeout_s(message),
+        heartbeat_interval_s=heartbeat_interval_s(message),
     )
+
+
+def heartbeat_interval_s(message: pb.GenerateRequest) -> float | None:
+    """How long the response may be silent; None for as long as it likes. Raises InvalidArgument."""
+    if not message.HasField("progress_timeout_s"):
+        return None
+    check_progress_timeout("progress_timeout_s", message.progress_timeout_s)
+    return message.progress_timeout_s / HEARTBEATS_PER_TIMEOUT
 
 
 def fit(request: Request, num_prompt_tokens: int, limits: Limits) -> int:
@@ -584,13 +593,6 @@ def _time_limit_s(stopping: pb.StoppingOptions) -> float | None:
     if value <= 0:
         raise InvalidArgument("stopping.time_limit_s", f"{value} is not above 0")
     return value
-
-
-def _progress_timeout_s(message: pb.GenerateRequest) -> float | None:
-    if not message.HasField("progress_timeout_s"):
-        return None
-    check_progress_timeout("progress_timeout_s", message.progress_timeout_s)
-    return message.progress_timeout_s
 
 
 def _salt(field: str, salt: str) -> str:

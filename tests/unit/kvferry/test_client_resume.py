@@ -274,14 +274,14 @@ async def test_a_router_that_falls_silent_is_lost_within_the_limit() -> None:
 
 async def test_heartbeats_keep_a_silent_response_alive() -> None:
     """Over more than two limits in all, none of them passed once."""
-    gates = [asyncio.Event() for _ in range(6)]
+    gates = [asyncio.Event() for _ in range(5)]
     beating: list[Step] = [step for gate in gates for step in (gate, HEARTBEAT)]
     first, second = ScriptedRouter([*BEGIN, HEARTBEAT, *beating, *REST[1:]]), ScriptedRouter(REST)
     loop = asyncio.get_running_loop()
-    async with connected(first, second, progress_timeout_s=1.0) as client:
+    async with connected(first, second, progress_timeout_s=2.0) as client:
         answering = asyncio.ensure_future(client.complete(OPTIONS))
         for gate in gates:
-            end_s = loop.time() + 0.4
+            end_s = loop.time() + 0.6
             await until(lambda end_s=end_s: loop.time() > end_s)  # type: ignore[misc]
             gate.set()
         assert shown(await answering) == [([11, 12, 13, 14], "ébc"), ([21], "u")]
@@ -315,6 +315,15 @@ async def test_a_request_that_a_router_never_answers_goes_to_another(monkeypatch
     async with connected(first, second, progress_timeout_s=0.1) as client:
         assert (await client.complete(OPTIONS)).is_complete
     assert len(first.requests) == 1 and not second.requests[0].HasField("resume")
+
+
+async def test_a_router_that_is_known_to_have_heartbeats_is_borne_no_longer_before_it_begins() -> None:
+    first = ScriptedRouter([BEGIN[0], HEARTBEAT, *BEGIN[1:], *REST[1:]], [HANG])
+    second = ScriptedRouter([*BEGIN, *REST[1:]])
+    async with connected(first, second, progress_timeout_s=0.1) as client:
+        for _ in range(3):
+            assert (await client.complete(OPTIONS, timeout_s=5.0)).is_complete
+    assert (len(first.requests), len(second.requests)) == (2, 2)
 
 
 async def test_one_request_at_a_time_tries_a_router_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
