@@ -140,10 +140,15 @@ class _Attempt:
                 await self._context.__aexit__(type(error), error, error.__traceback__)  # raises what a status means
             raise
         if message is not None:
-            self.has_started = self.has_started or message.HasField("started")
-            if message.HasField("heartbeat"):
-                self._has_heartbeats = self.router.has_heartbeats = True
+            self._learn(message)
         return message
+
+    def _learn(self, message: pb.GenerateResponse) -> None:
+        if message.HasField("started"):
+            self.has_started = True
+            return
+        self._has_heartbeats = self._has_heartbeats or message.HasField("heartbeat")
+        self.router.has_heartbeats = self._has_heartbeats
 
     @property
     def _longest_silence_s(self) -> float | None:

@@ -35,7 +35,7 @@ class Router:
 
     Attributes:
         address: host:port.
-        has_heartbeats: whether its streams have them, as far as is known.
+        has_heartbeats: whether its last response had them.
     """
 
     def __init__(self, address: str, *, tracer: Tracer | None, headers: Mapping[str, str]) -> None:
@@ -46,7 +46,7 @@ class Router:
         self.cache_stub = cache_pb2_grpc.CacheServiceStub(self.channel.grpc)
         self.avoided_until_s = 0.0  # on the monotonic clock
         self.has_heartbeats = False
-        self._has_failed = False  # since its last answer
+        self.failed_at_s: float | None = None  # for the last time since its last answer
 
     @property
     def is_avoided(self) -> bool:
@@ -54,18 +54,17 @@ class Router:
 
     def failed(self) -> None:
         """It was unavailable."""
-        self._has_failed = True
-        self.has_heartbeats = False  # the next at this address may be of another version
-        self.avoided_until_s = time.monotonic() + AVOID_FAILED_S
+        self.failed_at_s = time.monotonic()
+        self.avoided_until_s = self.failed_at_s + AVOID_FAILED_S
 
     def answered(self) -> None:
         """It serves."""
-        self._has_failed = False
+        self.failed_at_s = None
         self.avoided_until_s = 0.0
 
     def chosen(self) -> None:
         """A request goes there; after a failure the first one tries alone."""
-        if self._has_failed:
+        if self.failed_at_s is not None:
             self.avoided_until_s = time.monotonic() + PROBE_S
 
 
@@ -101,9 +100,10 @@ class Routers:
         self._num_turns += 1
         in_turn = [*self._all[start:], *self._all[:start]]
         left = [router for router in in_turn if router not in tried]
-        first = next((router for router in left if not router.is_avoided), min(left, key=lambda r: r.avoided_until_s))
-        first.chosen()
-        return first
+        failed_first = min(left, key=lambda router: router.failed_at_s or 0.0)
+        chosen = next((router for router in left if not router.is_avoided), failed_first)
+        chosen.chosen()
+        return chosen
 
     async def ask(self, call: Callable[[Router], Awaitable[_Answer]]) -> _Answer:
         """The answer of a router that is there. Raises Unavailable when none is."""

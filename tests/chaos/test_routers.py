@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.chaos]
 
 PROGRESS_TIMEOUT_S = 1.0
 """Above what a busy machine of two cores is ever late by."""
-STOPPED_S = 2.5 * PROGRESS_TIMEOUT_S
-"""Long enough for every stream to leave, and for requests that then try whether it is back."""
+STOPPED_S = 4 * PROGRESS_TIMEOUT_S
+"""Long enough for every stream to leave, and for one that then tries whether it is back."""
 NUM_TOKENS = 100
 SAMPLE_STOPS, SOAK_STOPS = 2, 30
 
