@@ -26,6 +26,7 @@ from kvferry.client_routers import Router, Routers
 from kvferry.errors import DataLoss, DeadlineExceeded, InvalidArgument, Unavailable
 from kvferry.sampling import Finish
 from kvferry.wire import finish_from_pb
+from kvferry.worker import check_progress_timeout
 from proto.kvferry.v1 import admin_pb2, cache_pb2, inference_pb2, types_pb2
 
 CONTROL_TIMEOUT_S = 10.0
@@ -34,6 +35,8 @@ CACHE_TIMEOUT_S = 15.0
 """Longer than the router waits for a worker."""
 RESUME_WAIT_S = 30.0
 """A router's restart, its workers' connections included."""
+PROGRESS_TIMEOUT_S = 10.0
+"""Where another router can go on: as long as workers' silence is borne by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +244,9 @@ class Client:
         resume: a response goes on, exactly where it broke off, at another router or, with a single one, at the same
             when it is back. Default: where there are several.
         resume_wait_s: how long a response waits without progress before it fails with the loss.
+        progress_timeout_s: longest silence of a router within a response; then it counts as lost. 0.1 … 3600; by
+            default 10 where there are several, and no limit for a single one. Of a router that may be of a version
+            without heartbeats at least 15 s are borne before the response begins, and any silence after.
     """
 
     def __init__(
@@ -251,11 +257,15 @@ class Client:
         api_key: str | None = None,
         resume: bool | None = None,
         resume_wait_s: float = RESUME_WAIT_S,
+        progress_timeout_s: float | None = None,
     ) -> None:
+        if progress_timeout_s is not None:
+            check_progress_timeout("progress_timeout_s", progress_timeout_s)
         headers = {} if api_key is None else {"authorization": f"Bearer {_checked_key(api_key)}"}
         self._routers = Routers(target, tracer=tracer, headers=headers)
-        is_resuming = len(self._routers.all) > 1 if resume is None else resume
-        self._resume_wait_s = resume_wait_s if is_resuming else None
+        has_several = len(self._routers.all) > 1
+        self._resume_wait_s = resume_wait_s if (has_several if resume is None else resume) else None
+        self._progress_timeout_s = progress_timeout_s or (PROGRESS_TIMEOUT_S if has_several else None)
         self._streams: set[ResumingStream] = set()
 
     async def __aenter__(self) -> Self:
@@ -274,9 +284,13 @@ class Client:
     ) -> AsyncIterator[AsyncIterator[inference_pb2.GenerateResponse]]:
         """Streams the events of one request; `timeout_s` is its deadline. Leaving the block cancels it.
 
-        `Started` comes once, from the router that began the response; `Completed` counts the whole output.
+        `Started` comes once, from the router that began the response; `Completed` counts the whole output. Heartbeats
+        are not shown.
         """
-        stream = ResumingStream(self._routers, options.to_pb(), timeout_s=timeout_s, wait_s=self._resume_wait_s)
+        request = options.to_pb()
+        if self._progress_timeout_s is not None:
+            request.progress_timeout_s = self._progress_timeout_s
+        stream = ResumingStream(self._routers, request, timeout_s=timeout_s, wait_s=self._resume_wait_s)
         self._streams.add(stream)
         try:
             await stream.open()

@@ -5,6 +5,10 @@
                      └─ begun ─► the rest of it (`GenerateRequest.resume`), at another router or, after a pause, at the
                                  same one, until there is progress again or `wait_s` has passed without any
 
+A router that says nothing for `progress_timeout_s` is lost, too. Its first heartbeat comes right behind `Started`; if
+none does, the router is of a version that has none, and its silence behind `Started` means nothing. Before `Started`,
+which all versions send as soon as the prompt is tokenised, one not known to have heartbeats is borne longer.
+
 The caller's iterator just pauses. All other errors, and the call's deadline, are as with a single router.
 """
 
@@ -15,12 +19,11 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
-
-import grpc.aio
+from typing import TYPE_CHECKING, Self
 
 from kvferry.client_routers import Router, Routers
 from kvferry.errors import DataLoss, DeadlineExceeded, FailedPrecondition, RouterDraining, Unavailable
+from kvferry.rpc import read_with_progress_deadline
 from kvferry.telemetry import log_event
 from proto.kvferry.v1 import inference_pb2 as pb
 from proto.kvferry.v1 import types_pb2
@@ -39,6 +42,8 @@ longest time until a channel tries to connect again (`rpc/options.py`), so that 
 MAX_FRUITLESS_STARTS = 3
 """Times in a row that a router may take the rest of a response and be lost before anything new: the request itself may
 be what breaks them."""
+FIRST_MESSAGE_TIMEOUT_S = 15.0
+"""Least silence borne before `Started` of a router that may have no heartbeats: as keepalive bears of a connection."""
 LEAST_TIME_LIMIT_S = 0.001
 """What a resumed request has left of a time limit that has passed: the router ends it by the same rule."""
 
@@ -107,11 +112,13 @@ class PartialResponse:
 
 
 class _Attempt:
-    """The request at one router."""
+    """The request at one router. With `request.progress_timeout_s` set, its silence is bounded."""
 
     def __init__(self, router: Router, request: pb.GenerateRequest, timeout_s: float | None) -> None:
         self.router = router
         self.has_started = False
+        self._progress_timeout_s = request.progress_timeout_s if request.HasField("progress_timeout_s") else None
+        self._has_heartbeats = False
         self._is_closed = False
         self._context: AbstractAsyncContextManager[UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]]
         self._was_down = router.channel.is_down
@@ -128,16 +135,37 @@ class _Attempt:
         return self
 
     async def read(self) -> pb.GenerateResponse | None:
-        """The next message, None at the end. After an error the call has ended."""
+        """The next message, None at the end. Raises Unavailable after too long a silence.
+
+        After an error the call has ended.
+        """
         assert self._call is not None
         try:
-            message: Any = await self._call.read()
+            peer = f"the router at {self.router.address}"
+            message = await read_with_progress_deadline(self._call, self._longest_silence_s, peer)
         except BaseException as error:
             if not self._is_closed:  # by another task of the caller's
                 self._is_closed = True
                 await self._context.__aexit__(type(error), error, error.__traceback__)  # raises what a status means
             raise
-        return None if message is grpc.aio.EOF else message
+        if message is not None:
+            self._learn(message)
+        return message
+
+    def _learn(self, message: pb.GenerateResponse) -> None:
+        if message.HasField("started"):
+            self.has_started = True
+            return
+        self._has_heartbeats = self._has_heartbeats or message.HasField("heartbeat")
+        self.router.has_heartbeats = self._has_heartbeats
+
+    @property
+    def _longest_silence_s(self) -> float | None:
+        if self._progress_timeout_s is None or (self.has_started and not self._has_heartbeats):
+            return None
+        if self._has_heartbeats or self.router.has_heartbeats:
+            return self._progress_timeout_s
+        return max(self._progress_timeout_s, FIRST_MESSAGE_TIMEOUT_S)
 
     async def close(self) -> None:
         """Cancels the call, unless it has ended."""
@@ -222,11 +250,12 @@ class ResumingStream(AsyncIterator[pb.GenerateResponse]):
     async def _take(self, event: pb.GenerateResponse) -> bool:
         """Whether the event is for the caller, who gets `started` once."""
         assert self._attempt is not None
+        if event.HasField("heartbeat"):
+            return False
         if not event.HasField("started"):
             self._partial.take(event)
             self._has_advanced = True
             return True
-        self._attempt.has_started = True
         self._attempt.router.answered()
         if self._partial.started is not None:
             await self._resumed(event.started)

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from opentelemetry.trace import Tracer
 
-from kvferry.errors import InvalidArgument, Unavailable
+from kvferry.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from kvferry.rpc import RpcChannel
 from proto.kvferry.v1 import admin_pb2_grpc, cache_pb2_grpc, inference_pb2_grpc
 
@@ -20,6 +20,8 @@ MAX_RESPONSE_BYTES = 64 << 20
 """A message with logprobs of a long prompt is large."""
 AVOID_FAILED_S = 2.0
 """How long a router that failed is asked only when no other is left: what a restart takes, at the least."""
+PROBE_S = 15.0
+"""How long the first request that tries a router again tries alone: the others must not wait for one that hangs."""
 REPEAT_SHARE = 0.1
 """Requests repeated at another router, as a share of all."""
 REPEAT_BURST = 10.0
@@ -33,6 +35,7 @@ class Router:
 
     Attributes:
         address: host:port.
+        has_heartbeats: whether its last response had them.
     """
 
     def __init__(self, address: str, *, tracer: Tracer | None, headers: Mapping[str, str]) -> None:
@@ -42,6 +45,8 @@ class Router:
         self.admin_stub = admin_pb2_grpc.AdminServiceStub(self.channel.grpc)
         self.cache_stub = cache_pb2_grpc.CacheServiceStub(self.channel.grpc)
         self.avoided_until_s = 0.0  # on the monotonic clock
+        self.has_heartbeats = False
+        self.failed_at_s: float | None = None  # for the last time since its last answer
 
     @property
     def is_avoided(self) -> bool:
@@ -49,11 +54,18 @@ class Router:
 
     def failed(self) -> None:
         """It was unavailable."""
-        self.avoided_until_s = time.monotonic() + AVOID_FAILED_S
+        self.failed_at_s = time.monotonic()
+        self.avoided_until_s = self.failed_at_s + AVOID_FAILED_S
 
     def answered(self) -> None:
         """It took a request. What comes of those it took before says nothing: a router that drains ends them, too."""
+        self.failed_at_s = None
         self.avoided_until_s = 0.0
+
+    def chosen(self) -> None:
+        """A request goes there; after a failure the first one tries alone."""
+        if self.failed_at_s is not None:
+            self.avoided_until_s = time.monotonic() + PROBE_S
 
 
 class Routers:
@@ -88,7 +100,10 @@ class Routers:
         self._num_turns += 1
         in_turn = [*self._all[start:], *self._all[:start]]
         left = [router for router in in_turn if router not in tried]
-        return next((router for router in left if not router.is_avoided), min(left, key=lambda r: r.avoided_until_s))
+        failed_first = min(left, key=lambda router: router.failed_at_s or 0.0)
+        chosen = next((router for router in left if not router.is_avoided), failed_first)
+        chosen.chosen()
+        return chosen
 
     async def ask(self, call: Callable[[Router], Awaitable[_Answer]]) -> _Answer:
         """The answer of a router that is there. Raises Unavailable when none is."""
@@ -97,7 +112,7 @@ class Routers:
             router = self.next(tried)
             try:
                 answer = await call(router)
-            except Unavailable:
+            except (Unavailable, DeadlineExceeded):  # the deadline of a plain call is ours
                 router.failed()
                 tried.append(router)
                 if len(tried) == len(self._all):

@@ -64,6 +64,10 @@ class SenderLink:
         hello: what this process says of itself.
         total: bytes on their way from this process.
         peer_bytes: most of them towards this receiver.
+
+    Attributes:
+        was_lost: a link broke off, fell silent or could not be opened; what comes next had better take another
+            connection, since this one may be dead without having been closed.
     """
 
     def __init__(self, channel: RpcChannel, hello: Hello, total: ByteBudget, peer_bytes: int) -> None:
@@ -75,6 +79,7 @@ class SenderLink:
         self._inline_budget = total.peer(peer_bytes)  # one for all links without staging that follow each other
         self._opened: asyncio.Future[Linked] | None = None  # while a link is open or being opened
         self._task: asyncio.Task[None] | None = None
+        self.was_lost = False
 
     async def agreed(self) -> Linked:
         """The link; opened where there is none.
@@ -125,6 +130,7 @@ class SenderLink:
                 self._opened = None
 
     def _fail(self, opened: asyncio.Future[Linked], error: KvferryError) -> None:
+        self.was_lost = self.was_lost or isinstance(error, Unavailable)
         if not opened.done():
             opened.set_exception(error)
             opened.exception()  # nobody need be waiting any more

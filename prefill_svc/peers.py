@@ -1,4 +1,8 @@
-"""Channels and links to decode workers, opened when first needed and shared by all shipments to one address."""
+"""Channels and links to decode workers, opened when first needed and shared by all shipments to one address.
+
+Where the link was lost the next shipment opens another one over a new connection: that of the old one may be half-open,
+and nothing would get through until its keepalive ping fails.
+"""
 
 from __future__ import annotations
 
@@ -47,32 +51,45 @@ class DecodePeers:
         self._total = total
         self._peer_bytes = peer_bytes
         self._peers: OrderedDict[str, DecodePeer] = OrderedDict()  # least recently used first
+        self._lost: list[DecodePeer] = []  # of those that still have users, replaced already
 
     @asynccontextmanager
     async def peer(self, address: str) -> AsyncIterator[DecodePeer]:
         """The peer at `address` for the length of the block."""
-        peer = self._peers.get(address)
-        if peer is None:
-            peer = self._peers[address] = self._open(address)
-        self._peers.move_to_end(address)
+        peer = self._current(address)
         peer.num_users += 1
         try:
             yield peer
         finally:
             peer.num_users -= 1
-            await self._close_idle()
+            await self._close_unused()
 
-    async def _close_idle(self) -> None:
+    def _current(self, address: str) -> DecodePeer:
+        peer = self._peers.get(address)
+        if peer is not None and peer.link.was_lost:
+            self._lost.append(self._peers.pop(address))
+            peer = None
+        if peer is None:
+            peer = self._peers[address] = self._open(address)
+        self._peers.move_to_end(address)
+        return peer
+
+    async def _close_unused(self) -> None:
+        for peer in [peer for peer in self._lost if peer.num_users == 0]:
+            self._lost.remove(peer)
+            await peer.close()
         idle = [address for address, peer in self._peers.items() if peer.num_users == 0]
         for address in idle[: max(0, len(idle) - MAX_IDLE_CHANNELS)]:
             await self._peers.pop(address).close()
 
     def _open(self, address: str) -> DecodePeer:
-        channel = RpcChannel(address, tracer=self._telemetry.tracer)
+        channel = RpcChannel(address, tracer=self._telemetry.tracer, has_own_connection=True)
         return DecodePeer(channel, SenderLink(channel, self._hello, self._total, self._peer_bytes))
 
     async def close(self) -> None:
         """Closes every peer; shipments that still run are cancelled."""
+        while self._lost:
+            await self._lost.pop().close()
         while self._peers:
             _, peer = self._peers.popitem()
             await peer.close()

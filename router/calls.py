@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from opentelemetry.context import Context
 
-from kvferry.errors import Cancelled, Internal, KvferryError, Unavailable
+from kvferry.errors import Cancelled, Internal, KvferryError, TargetUnavailable, Unavailable
 from kvferry.rpc import HeartbeatWriter, read_with_progress_deadline
 from kvferry.telemetry import log_event
 from kvferry.wire import finish_from_pb
@@ -119,19 +119,11 @@ class WorkerCall(ABC):
 
     def _judge(self, failure: KvferryError) -> None:
         """A stream that brought tokens and then broke is a fault too: what came before does not excuse it."""
-        breaker, verdict = self._worker.breaker, verdict_on(failure)
+        verdict = verdict_on(failure)
         if verdict is Verdict.ANSWER:
-            breaker.on_answer()
-        elif verdict is Verdict.FAULT and breaker.on_fault(time.monotonic()):
-            log_event(
-                logger,
-                "breaker_open",
-                level=logging.WARNING,
-                worker=self._worker.name,
-                role=self._worker.role.value,
-                address=self._worker.address,
-                error=failure.message,
-            )
+            self._worker.breaker.on_answer()
+        elif verdict is Verdict.FAULT:
+            _count_fault(self._worker, failure)
 
     def _wanted_logprobs(self, logprobs: tuple[float, ...], num_tokens: int) -> tuple[float, ...]:
         """One a token, or none where they were not asked for; raises Internal where some are missing."""
@@ -153,12 +145,28 @@ class WorkerCall(ABC):
         """The event that tells of the failure."""
 
 
-class PrefillCall(WorkerCall):
-    """One attempt's prefill."""
+def _count_fault(worker: Worker, failure: KvferryError) -> None:
+    if worker.breaker.on_fault(time.monotonic()):
+        log_event(
+            logger,
+            "breaker_open",
+            level=logging.WARNING,
+            worker=worker.name,
+            role=worker.role.value,
+            address=worker.address,
+            error=failure.message,
+        )
 
-    def __init__(self, worker: Worker, context: CallContext, request: worker_pb2.PrefillRequest) -> None:
+
+class PrefillCall(WorkerCall):
+    """One attempt's prefill; `target` is the decode worker it ships to."""
+
+    def __init__(
+        self, worker: Worker, context: CallContext, request: worker_pb2.PrefillRequest, target: Worker | None
+    ) -> None:
         super().__init__(worker, context)
         self._request = request
+        self._target = target
 
     async def _talk(self) -> None:
         context, channel = self._context, self._worker.channel
@@ -197,6 +205,12 @@ class PrefillCall(WorkerCall):
                 logprob=logprobs[0] if logprobs else None,
             )
         )
+
+    def _judge(self, failure: KvferryError) -> None:
+        """A shipment that does not get through is its receiver's fault: that its calls live says nothing of it."""
+        super()._judge(failure)
+        if isinstance(failure, TargetUnavailable) and self._target is not None:
+            _count_fault(self._target, failure)
 
     def _failed(self, error: KvferryError) -> Event:
         return PrefillFailed(self._context.attempt, error)

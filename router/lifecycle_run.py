@@ -286,7 +286,7 @@ class LifecycleRun:
         if action.target is not None:
             request.target.address = action.target.address
             request.target.epoch = action.target.epoch
-        self._prefill = PrefillCall(self._pair.prefill, self._call_context(action.attempt), request)
+        self._prefill = PrefillCall(self._pair.prefill, self._call_context(action.attempt), request, self._pair.decode)
         self._start_call(self._prefill)
 
     def _start_call(self, call: WorkerCall) -> None:

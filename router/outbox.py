@@ -2,16 +2,20 @@
 
 Workers' streams are read at their own pace; what the client has not taken is merged into few deltas a choice. It
 holds no more than the request's `max_tokens` × n ids, their text, and a handful of other messages a choice: that is its
-bound.
+bound. Heartbeats are made as they are taken, so none ever waits behind another.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TypeVar
 
 from kvferry.errors import KvferryError
 from proto.kvferry.v1 import inference_pb2 as pb
+
+_Result = TypeVar("_Result")
 
 MAX_MERGED_TOKENS = 256
 MAX_MERGED_CHARS = 4096
@@ -19,9 +23,15 @@ MAX_MERGED_CHARS = 4096
 
 
 class Outbox:
-    """One producer, one consumer."""
+    """One producer, one consumer.
 
-    def __init__(self) -> None:
+    Args:
+        heartbeat_interval_s: a heartbeat follows `Started`, to say that they come, and then one whenever nothing else
+            came for so long. None for a client that wants none.
+    """
+
+    def __init__(self, heartbeat_interval_s: float | None = None) -> None:
+        self._interval_s = heartbeat_interval_s
         self._messages: deque[pb.GenerateResponse] = deque()
         self._last_deltas: dict[int, pb.GenerateResponse] = {}  # by choice: the last delta that waits
         self._filled = asyncio.Event()
@@ -37,6 +47,8 @@ class Outbox:
                 return
             self._last_deltas[message.delta.index] = message
         self._messages.append(message)
+        if message.HasField("started") and self._interval_s is not None:
+            self._messages.append(_heartbeat())
         self._filled.set()
 
     def take_all(self) -> list[pb.GenerateResponse]:
@@ -53,18 +65,45 @@ class Outbox:
             self._filled.set()
 
     async def take(self) -> pb.GenerateResponse | None:
-        """The next message, None at the end; raises the error the outbox was closed with."""
+        """The next message, None at the end; raises the error the outbox was closed with.
+
+        A heartbeat says that the producer has not closed the outbox: the request is under way.
+        """
         while not self._messages:
             if self._closed:
                 if self._error is not None:
                     raise self._error
                 return None
             self._filled.clear()
-            await self._filled.wait()
+            try:
+                async with asyncio.timeout(self._interval_s):
+                    await self._filled.wait()
+            except TimeoutError:
+                return _heartbeat()
         message = self._messages.popleft()
         if self._last_deltas.get(message.delta.index) is message:
             del self._last_deltas[message.delta.index]
         return message
+
+
+async def beating(
+    work: Coroutine[None, None, _Result],
+    write: Callable[[pb.GenerateResponse], Awaitable[None]],
+    heartbeat_interval_s: float | None,
+) -> _Result:
+    """The result of `work`, with heartbeats while it takes. What is raised by either ends both."""
+    task = asyncio.create_task(work)
+    try:
+        while not (await asyncio.wait([task], timeout=heartbeat_interval_s))[0]:
+            await write(_heartbeat())
+        return task.result()
+    finally:
+        task.cancel()  # of no effect once it is done
+        await asyncio.wait([task])
+
+
+def _heartbeat() -> pb.GenerateResponse:
+    return pb.GenerateResponse(heartbeat=pb.StreamHeartbeat())
 
 
 def _has_room(delta: pb.ChoiceDelta) -> bool:

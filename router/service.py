@@ -32,14 +32,14 @@ from router.membership import Membership
 from router.messages import completed, started
 from router.metrics import RequestRecord, RouterMetrics
 from router.models import Model, Models
-from router.outbox import Outbox
+from router.outbox import Outbox, beating
 from router.prepared_request import PreparedRequest
 from router.request_log import logged
 from router.request_output import RequestOutput
 from router.request_run import RequestRun
 from router.resume import check_prompt
 from router.tracing import describe_outcome, describe_request
-from router.validation import SEED_LIMIT, UNSUPPORTED_FIELDS, Limits, fit, validate
+from router.validation import SEED_LIMIT, UNSUPPORTED_FIELDS, Limits, fit, heartbeat_interval_s, validate
 
 if TYPE_CHECKING:  # subscripted at type-check time only; at run time the class is not generic
     from grpc.aio import ServicerContext
@@ -90,8 +90,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             if self._is_draining:
                 raise RouterDraining("the router is shutting down", retry_after_s=1.0)
             with self._admission.admit():
-                model = self._parts.models.find(request.model)
-                prepared = await self._prepare(request, model, tenant, deadline_s, record)
+                model, interval_s = self._parts.models.find(request.model), heartbeat_interval_s(request)
+                preparing = self._prepare(request, model, tenant, deadline_s, record)
+                prepared = await beating(preparing, context.write, interval_s)
                 await self._serve(prepared, model, context, record)
 
     async def Abort(
@@ -195,7 +196,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         record: RequestRecord,
     ) -> None:
         model.cluster.retries.add_request()
-        outbox = Outbox()
+        outbox = Outbox(prepared.request.heartbeat_interval_s)
         output = RequestOutput(
             prepared.request,
             prepared.sampling,

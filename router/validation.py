@@ -15,12 +15,14 @@ from types import MappingProxyType
 from kvferry.errors import InvalidArgument, NotFound, PermissionDenied, ResourceExhausted, UnsupportedField
 from kvferry.kv_layout import KvLayout, num_beam_blocks
 from kvferry.sampling import GREEDY_BELOW_TEMPERATURE, BeamParams, SamplingParams
+from kvferry.worker import check_progress_timeout
 from proto.kvferry.v1 import inference_pb2 as pb
 from router.resume import ReceivedResponse, resume_of
 from router.text.chat_template import FIELD as CHAT_FIELD
 from router.text.chat_template import ChatMessage
 from router.text.tokenizer import TEXT_FIELD
 
+HEARTBEATS_PER_TIMEOUT = 3
 MAX_CHAT_MESSAGES = 2_048
 """Every message costs work in Python while others wait; no conversation within a context has more."""
 MAX_REQUEST_ID_CHARS = 256
@@ -120,6 +122,7 @@ class Request:
         tenant: whose request it is, by its API key.
         text, token_ids, prompt_token_ids: what the response carries.
         resume: what the client has of the response already; None where it begins.
+        heartbeat_interval_s: longest silence before a heartbeat; None for none.
         The rest as in the public request.
     """
 
@@ -153,6 +156,7 @@ class Request:
     shared_salt: str
     tenant: str
     resume: ReceivedResponse | None = None
+    heartbeat_interval_s: float | None = None
 
     @property
     def ranks_candidates(self) -> bool:
@@ -233,7 +237,16 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
         shared_salt=_salt("cache.shared_salt", message.cache.shared_salt),
         tenant=_tenant(message.tenant, tenant),
         resume=resume_of(message, n=n, vocab_size=limits.vocab_size),
+        heartbeat_interval_s=heartbeat_interval_s(message),
     )
+
+
+def heartbeat_interval_s(message: pb.GenerateRequest) -> float | None:
+    """How long the response may be silent; None for as long as it likes. Raises InvalidArgument."""
+    if not message.HasField("progress_timeout_s"):
+        return None
+    check_progress_timeout("progress_timeout_s", message.progress_timeout_s)
+    return message.progress_timeout_s / HEARTBEATS_PER_TIMEOUT
 
 
 def fit(request: Request, num_prompt_tokens: int, limits: Limits) -> int:

@@ -51,8 +51,9 @@ class _Call(Protocol):
 class RpcChannel:
     """A channel to one peer. Calls made through it carry the trace and raise errors of `kvferry.errors`.
 
-    `headers` go with every call. `parent=` is the context under whose span the call's span hangs; by default the
-    running task's.
+    `headers` go with every call. Channels of one process to one peer share a connection, unless `has_own_connection`:
+    then a dead one is left by making another channel. `parent=` is the context under whose span the call's span hangs;
+    by default the running task's.
     """
 
     def __init__(
@@ -62,9 +63,11 @@ class RpcChannel:
         tracer: Tracer | None = None,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         headers: Mapping[str, str] | None = None,
+        has_own_connection: bool = False,
     ) -> None:
+        options = [*channel_options(max_message_bytes), ("grpc.use_local_subchannel_pool", int(has_own_connection))]
         self.target = target
-        self.grpc = grpc.aio.insecure_channel(target, options=channel_options(max_message_bytes))
+        self.grpc = grpc.aio.insecure_channel(target, options=options)
         self._tracer = tracer or NoOpTracer()
         self._headers = dict(headers or {})
 

@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 async def read_with_progress_deadline(
     call: UnaryStreamCall[Any, _Message] | StreamStreamCall[Any, _Message] | ServicerContext[_Message, Any],
-    timeout_s: float,
+    timeout_s: float | None,
     peer: str = "the peer",
 ) -> _Message | None:
     """The next message of `call` (a call, or a servicer context); None at the end of the stream.
 
-    Raises Unavailable after `timeout_s` of silence. The call is then cancelled by the library, as an interrupted read
-    always is.
+    Raises Unavailable after `timeout_s` of silence; None bears any. The call is then cancelled by the library, as an
+    interrupted read always is.
     """
     try:
         async with asyncio.timeout(timeout_s):

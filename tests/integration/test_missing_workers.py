@@ -96,7 +96,7 @@ async def test_without_prefill_nothing_reaches_decode_and_its_return_is_enough(t
                 await deployment.check_serves()
                 await until(lambda: num_decode_calls() > 0)
                 prefill.send(signal.SIGKILL)
-                await until(lambda: bool(deployment.router.membership.missing))
+                await until(lambda: bool(deployment.router.models.missing))
             exporter.clear()
             await asyncio.gather(
                 *(deployment.check_refuses(f"no prefill worker is ready .*{address}") for _ in range(20))

@@ -10,85 +10,21 @@ import asyncio
 import itertools
 import logging
 import signal
-import socket
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from kvferry.client import ChatMessage, Client, Completion, GenerateOptions
-from kvferry.config import Config
-from tests.support.deployment import chat_folder, deployment_config
-from tests.support.worker_processes import Watch, WorkerProcess, watching, worker_process
+from tests.support.routers import routed
 from tests.support.workers import until
 
 NUM_STREAMS = 8
 NUM_TOKENS = 60
-STEP_DELAY_S = 0.01
-"""Steps take time, so that a kill finds every stream in the middle."""
 KILLS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGKILL)
 REQUEST_TIMEOUT_S = 60.0
 
 pytestmark = pytest.mark.processes
-
-
-class RouterLife:
-    """One router, over all the lives of its process, at one address."""
-
-    def __init__(self, folder: Path, config: Config) -> None:
-        self._folder, self._config = folder, config
-        self._life = AsyncExitStack()
-        self._process: WorkerProcess
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
-
-    async def start(self) -> None:
-        self._process = await self._life.enter_async_context(
-            worker_process(self._folder, self._config, "router", listen=self.address)
-        )
-
-    def send(self, number: signal.Signals) -> None:
-        self._process.send(number)
-
-    async def end(self, number: signal.Signals = signal.SIGKILL) -> None:
-        self.send(number)
-        await self._process.exit_code()
-        await self._life.aclose()
-
-    @property
-    def log(self) -> str:
-        return self._process.log.read_text()
-
-
-@dataclass(frozen=True, slots=True)
-class Routed:
-    """What runs."""
-
-    routers: Sequence[RouterLife]
-    watches: Sequence[Watch]
-
-
-@asynccontextmanager
-async def routed(tmp_path: Path, *, num_routers: int = 2, num_workers: int = 2) -> AsyncIterator[Routed]:
-    folder = chat_folder(tmp_path / "model", step_delay_s=STEP_DELAY_S)
-    config = deployment_config(folder, num_blocks=1024).replace("shutdown", grace_s=0.2)
-    async with AsyncExitStack() as stack:
-        addresses: dict[str, list[str]] = {}
-        watches: list[Watch] = []
-        for role in ("prefill", "decode"):
-            for _ in range(num_workers):
-                worker = await stack.enter_async_context(worker_process(tmp_path, config, f"{role}_svc"))
-                addresses.setdefault(role, []).append(worker.address)
-                watches.append(await stack.enter_async_context(watching(worker.address)))
-        config = config.replace("router", **addresses)
-        routers = [RouterLife(tmp_path, config) for _ in range(num_routers)]
-        for router in routers:
-            await router.start()
-            stack.push_async_callback(router.end)
-        yield Routed(routers, watches)
 
 
 def options_of(number: int) -> GenerateOptions:
@@ -172,26 +108,4 @@ async def test_one_router_that_is_started_again_goes_on(tmp_path: Path) -> None:
                     await router.start()
         assert shown(completion) == shown(golden)
         assert "request_resumed" in router.log
-        await until(lambda: all(watch.is_idle for watch in deployment.watches))
-
-
-@pytest.mark.soak
-async def test_a_stopped_router_is_left_for_another_and_holds_nothing_later(tmp_path: Path) -> None:
-    """Its connections stay open; only its missing answers to keepalive pings tell."""
-    async with (
-        routed(tmp_path, num_workers=1) as deployment,
-        Client([router.address for router in deployment.routers]) as client,
-    ):
-        first, options, was_stopped = deployment.routers[0], options_of(3), False
-        golden, completion = await client.complete(options, timeout_s=REQUEST_TIMEOUT_S), Completion()
-        await client.complete(options, timeout_s=REQUEST_TIMEOUT_S)  # it is the first one's turn again
-        async with client.generate(options, timeout_s=REQUEST_TIMEOUT_S) as events:
-            async for event in events:
-                completion.add(event)
-                if not was_stopped and sum(len(choice.token_ids) for choice in completion.choices) >= 20:
-                    was_stopped = True
-                    first.send(signal.SIGSTOP)
-        first.send(signal.SIGCONT)
-        assert shown(completion) == shown(golden)
-        assert "request_resumed" in deployment.routers[1].log
         await until(lambda: all(watch.is_idle for watch in deployment.watches))

@@ -74,7 +74,7 @@ async def running_deployment(
     exporter = InMemorySpanExporter()
     async with AsyncExitStack() as stack:
 
-        async def workers(role: str, number: int, **place: str) -> list[RunningWorker]:
+        async def workers(role: str, number: int, **place: Any) -> list[RunningWorker]:
             return [
                 await stack.enter_async_context(
                     running_worker(role, config, worker_id=f"{role}-{index}", exporter=exporter, **place)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvferry import client as client_module
 from kvferry import client_resume, client_routers
 from kvferry.client import Client, Completion, GenerateOptions
 from kvferry.errors import (
@@ -33,7 +34,8 @@ DRAINING = RouterDraining("the router is shutting down", retry_after_s=1.0)
 LENGTH = finish_to_pb(Finish(FinishKind.LENGTH))
 OPTIONS = GenerateOptions(prompt="x", n=2)
 HANG = "hang"
-Step = pb.GenerateResponse | KvferryError | str
+Step = pb.GenerateResponse | KvferryError | asyncio.Event | str
+HEARTBEAT = pb.GenerateResponse(heartbeat=pb.StreamHeartbeat())
 
 
 def started(number: int = 1, digest: bytes = b"digest") -> Step:
@@ -81,7 +83,9 @@ class ScriptedRouter(FakeRouter):
             for step in next(self._scripts):
                 if isinstance(step, KvferryError):
                     raise step
-                if isinstance(step, str):
+                if isinstance(step, asyncio.Event):
+                    await step.wait()
+                elif isinstance(step, str):
                     await asyncio.Event().wait()
                 else:
                     await context.write(step)
@@ -253,6 +257,121 @@ async def test_an_abort_between_two_routers_is_done_by_the_next() -> None:
         assert single.aborted == ["id-2"]
 
 
+# --- a router that hangs ---
+
+
+async def test_a_router_that_falls_silent_is_lost_within_the_limit() -> None:
+    first, second = ScriptedRouter([*BEGIN, HEARTBEAT, HANG]), ScriptedRouter([REST[0], HEARTBEAT, *REST[1:]])
+    async with connected(first, second, progress_timeout_s=0.2) as client:
+        async with client.generate(OPTIONS) as events:
+            shown_events = [event async for event in events]
+        assert HEARTBEAT not in shown_events
+        completion = Completion()
+        for event in shown_events:
+            completion.add(event)
+        assert shown(completion) == [([11, 12, 13, 14], "ébc"), ([21], "u")]
+        await until(lambda: first.num_open == 0)
+    assert [request.progress_timeout_s for request in (*first.requests, *second.requests)] == [0.2, 0.2]
+
+
+async def test_heartbeats_keep_a_silent_response_alive() -> None:
+    """Over more than two limits in all, none of them passed once."""
+    gates = [asyncio.Event() for _ in range(5)]
+    beating: list[Step] = [step for gate in gates for step in (gate, HEARTBEAT)]
+    first, second = ScriptedRouter([*BEGIN, HEARTBEAT, *beating, *REST[1:]]), ScriptedRouter(REST)
+    loop = asyncio.get_running_loop()
+    async with connected(first, second, progress_timeout_s=2.0) as client:
+        answering = asyncio.ensure_future(client.complete(OPTIONS))
+        for gate in gates:
+            end_s = loop.time() + 0.6
+            await until(lambda end_s=end_s: loop.time() > end_s)  # type: ignore[misc]
+            gate.set()
+        assert shown(await answering) == [([11, 12, 13, 14], "ébc"), ([21], "u")]
+    assert second.requests == []
+
+
+async def test_a_router_that_has_no_heartbeats_may_be_silent() -> None:
+    """One of an older version, whose first token may take long."""
+    gate, loop = asyncio.Event(), asyncio.get_running_loop()
+    first, second = ScriptedRouter([BEGIN[0], gate, *BEGIN[1:], *REST[1:]]), ScriptedRouter(REST)
+    async with connected(first, second, progress_timeout_s=0.1) as client:
+        answering = asyncio.ensure_future(client.complete(OPTIONS))
+        await until(lambda: first.num_open == 1)
+        end_s = loop.time() + 0.5
+        await until(lambda: loop.time() > end_s)
+        gate.set()
+        assert shown(await answering) == [([11, 12, 13, 14], "ébc"), ([21], "u")]
+    assert second.requests == []
+
+
+async def test_silence_at_a_single_router_fails_only_where_it_was_bounded() -> None:
+    async with connected(ScriptedRouter([*BEGIN, HEARTBEAT, HANG]), progress_timeout_s=0.2) as client:
+        words = r"the router at 127\.0\.0\.1:\d+ made no progress for 0\.2 s"
+        with pytest.raises(Unavailable, match=words):
+            await client.complete(OPTIONS)
+
+
+async def test_a_request_that_a_router_never_answers_goes_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_resume, "FIRST_MESSAGE_TIMEOUT_S", 0.3)
+    first, second = ScriptedRouter([HANG]), ScriptedRouter([*BEGIN, *REST[1:]])
+    async with connected(first, second, progress_timeout_s=0.1) as client:
+        assert (await client.complete(OPTIONS)).is_complete
+    assert len(first.requests) == 1 and not second.requests[0].HasField("resume")
+
+
+async def test_a_router_that_is_known_to_have_heartbeats_is_borne_no_longer_before_it_begins() -> None:
+    first = ScriptedRouter([BEGIN[0], HEARTBEAT, *BEGIN[1:], *REST[1:]], [HANG])
+    second = ScriptedRouter([*BEGIN, *REST[1:]])
+    async with connected(first, second, progress_timeout_s=0.1) as client:
+        for _ in range(3):
+            assert (await client.complete(OPTIONS, timeout_s=5.0)).is_complete
+    assert (len(first.requests), len(second.requests)) == (2, 2)
+
+
+async def test_one_request_at_a_time_tries_a_router_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_resume, "FIRST_MESSAGE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(client_routers, "AVOID_FAILED_S", 0.0)
+    hanging, serving = ScriptedRouter([HANG]), ScriptedRouter([*BEGIN, *REST[1:]])
+    async with connected(hanging, serving, progress_timeout_s=0.1) as client:
+        await client.complete(OPTIONS)
+        await asyncio.gather(*(client.complete(OPTIONS) for _ in range(8)))
+    assert len(hanging.requests) == 2
+
+
+async def test_while_one_request_tries_a_router_others_do_not_go_to_one_that_failed_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With none left that is well."""
+    routers = client_routers.Routers(["127.0.0.1:1", "127.0.0.1:2"])
+    first, second = routers.all
+    monkeypatch.setattr(client_routers, "AVOID_FAILED_S", 0.0)
+    first.failed()
+    monkeypatch.setattr(client_routers, "AVOID_FAILED_S", 5.0)
+    second.failed()
+    assert [routers.next() for _ in range(3)] == [first] * 3
+    first.answered()
+    assert [routers.next() for _ in range(3)] == [first] * 3
+    second.answered()
+    assert {routers.next(), routers.next()} == {first, second}
+    await routers.close()
+
+
+async def test_silence_is_bounded_by_default_where_another_router_can_go_on() -> None:
+    first, second = ScriptedRouter([*BEGIN, *REST[1:]]), ScriptedRouter([*BEGIN, *REST[1:]])
+    async with connected(first, second) as client:
+        await client.complete(OPTIONS)
+    async with connected(second, resume=True) as client:
+        await client.complete(OPTIONS)
+    assert first.requests[0].progress_timeout_s == 10.0
+    assert not second.requests[0].HasField("progress_timeout_s")
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.09, 3601.0, float("nan")])
+def test_a_limit_that_no_router_takes_is_refused(timeout_s: float) -> None:
+    with pytest.raises(InvalidArgument, match=r"progress_timeout_s: must be 0\.1 … 3600 seconds"):
+        Client("127.0.0.1:1", progress_timeout_s=timeout_s)
+
+
 # --- a request of which nothing has come ---
 
 
@@ -372,6 +491,19 @@ async def test_plain_calls_go_to_a_router_that_is_there() -> None:
     async with connected(dead=2) as client:
         with pytest.raises(Unavailable):
             await client.workers()
+
+
+async def test_plain_calls_do_not_stay_at_a_router_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hanging(FakeRouter):
+        async def GetCapabilities(self, request: Any, context: Any) -> Any:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(client_module, "CONTROL_TIMEOUT_S", 2.0)
+    async with connected(Hanging(), FakeRouter()) as client:
+        assert [(await client.capabilities()).model for _ in range(2)] == ["fake"] * 2
+    async with connected(Hanging()) as client:
+        with pytest.raises(DeadlineExceeded):
+            await client.capabilities()
 
 
 def test_a_client_needs_a_router() -> None:

@@ -9,7 +9,7 @@ import pytest
 from kvferry.errors import ResourceExhausted, Unavailable
 from proto.kvferry.v1 import inference_pb2 as pb
 from router.admission import RETRY_BURST, Admission, RetryBudget
-from router.outbox import MAX_MERGED_TOKENS, Outbox
+from router.outbox import MAX_MERGED_TOKENS, Outbox, beating
 
 
 def delta(index: int, *token_ids: int, text: str = "") -> pb.GenerateResponse:
@@ -75,6 +75,76 @@ async def test_a_consumer_that_waits_is_woken() -> None:
     await asyncio.sleep(0)
     outbox.put(delta(0, 5))
     assert await taking == delta(0, 5)
+
+
+# --- heartbeats ---
+
+HEARTBEAT = pb.GenerateResponse(heartbeat=pb.StreamHeartbeat())
+STARTED = pb.GenerateResponse(started=pb.Started(model="m"))
+
+
+async def test_a_heartbeat_comes_behind_started_and_in_every_silence() -> None:
+    outbox, loop = Outbox(heartbeat_interval_s=0.1), asyncio.get_running_loop()
+    outbox.put(STARTED)
+    outbox.put(delta(0, 5))
+    assert [await outbox.take() for _ in range(3)] == [STARTED, HEARTBEAT, delta(0, 5)]
+    for _ in range(2):
+        before_s = loop.time()
+        assert await outbox.take() == HEARTBEAT
+        assert loop.time() - before_s > 0.09
+    outbox.close()
+    assert await outbox.take() is None, "there is no heartbeat of a request that has ended"
+
+
+async def test_what_comes_in_time_takes_the_place_of_a_heartbeat() -> None:
+    outbox = Outbox(heartbeat_interval_s=1200)
+    taking = asyncio.create_task(outbox.take())
+    await asyncio.sleep(0)
+    outbox.put(delta(0, 5))
+    assert await taking == delta(0, 5)
+
+
+async def test_no_heartbeats_unless_asked_for() -> None:
+    outbox = Outbox()
+    outbox.put(STARTED)
+    outbox.put(delta(0, 5))
+    assert [await outbox.take(), await outbox.take()] == [STARTED, delta(0, 5)]
+
+
+async def test_work_before_the_response_is_filled_with_heartbeats() -> None:
+    has_beaten, written = asyncio.Event(), []
+
+    async def write(message: pb.GenerateResponse) -> None:
+        written.append(message)
+        has_beaten.set()
+
+    async def work() -> str:
+        await has_beaten.wait()
+        return "done"
+
+    assert await beating(work(), write, 0.01) == "done"
+    assert written and all(message == HEARTBEAT for message in written)
+    assert await beating(work(), write, None) == "done"
+
+
+async def test_a_client_that_goes_before_the_response_ends_the_work() -> None:
+    was_cancelled = asyncio.Event()
+
+    async def write(message: pb.GenerateResponse) -> None:
+        raise Unavailable("the client went away")
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            was_cancelled.set()
+
+    with pytest.raises(Unavailable):
+        await beating(work(), write, 0.01)
+    assert was_cancelled.is_set()
+
+
+# --- admission ---
 
 
 def test_admission_gives_places_back() -> None:

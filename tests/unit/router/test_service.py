@@ -19,6 +19,7 @@ from kvferry.errors import (
 from proto.kvferry.v1 import inference_pb2 as pb
 from proto.kvferry.v1 import types_pb2
 from tests.support.fake_workers import FakeNetwork, Point
+from tests.support.workers import until
 from tests.unit.router.conftest import StartRouter, ask
 
 OUTPUT = [ord(letter) - ord("A") + 35 for letter in "HELLOWORLDAGAIN"]  # byte-level ids of these letters
@@ -366,6 +367,62 @@ async def test_a_slow_client_slows_only_itself(start_router: StartRouter) -> Non
             assert (await router.generate(ask(max_tokens=5))).text == "HELLO"
             ids = [token_id async for message in messages for token_id in message.delta.token_ids]
         assert ids == output[:3000]
+
+
+# --- heartbeats ---
+
+
+async def test_silence_is_filled_with_heartbeats_while_a_request_is_under_way(start_router: StartRouter) -> None:
+    async with FakeNetwork(OUTPUT) as network, start_router(network) as router:
+        network.hold(Point.PREFILL_START)
+        loop, request = asyncio.get_running_loop(), ask(label="mine", progress_timeout_s=1.5)
+        async with router.channel.stream(router.stub.Generate, request, timeout_s=10) as call:
+            messages = aiter(call)
+            assert (await anext(messages)).HasField("started")
+            for _ in range(3):
+                before_s = loop.time()
+                assert (await anext(messages)).HasField("heartbeat")
+                assert loop.time() - before_s < 1.5
+            await router.stub.Abort(pb.AbortRequest(request_ids=["mine"]))
+            kinds = [message.WhichOneof("event") async for message in messages]
+            assert [kind for kind in kinds if kind != "heartbeat"] == ["finish", "completed"]
+        await network.all_ended()
+
+
+async def test_a_stream_that_flows_has_one_heartbeat_and_one_that_asked_for_none_has_none(
+    start_router: StartRouter,
+) -> None:
+    async with FakeNetwork(OUTPUT) as network, start_router(network) as router:
+        for request, num_heartbeats in ((ask(progress_timeout_s=60.0), 1), (ask(), 0)):
+            answer = await router.generate(request)
+            kinds = [message.WhichOneof("event") for message in answer.messages]
+            assert kinds.count("heartbeat") == num_heartbeats
+            assert answer.token_ids == OUTPUT[:8]
+
+
+async def test_a_client_that_takes_nothing_gets_no_heap_of_heartbeats(start_router: StartRouter) -> None:
+    """What waits for it is tokens; a heartbeat is made when one can be written."""
+    output, interval_s = [*OUTPUT, *([OUTPUT[0]] * 3000)], 0.1 / 3
+    async with FakeNetwork(output, max_context=8192) as network, start_router(network) as router:
+        request, loop = ask(max_tokens=3000, progress_timeout_s=0.1), asyncio.get_running_loop()
+        async with router.channel.stream(router.stub.Generate, request, timeout_s=30) as slow:
+            messages = aiter(slow)
+            await anext(messages)
+            await network.reached(Point.TOKEN, 1)
+            await network.all_ended(20)
+            end_s = loop.time() + 20 * interval_s
+            await until(lambda: loop.time() > end_s)
+            rest = [message async for message in messages]
+        assert [token_id for message in rest for token_id in message.delta.token_ids] == output[:3000]
+        assert sum(message.HasField("heartbeat") for message in rest) < 10
+
+
+@pytest.mark.parametrize("timeout_s", [0, 0.09, 3601, -1, float("nan"), float("inf")])
+async def test_a_silence_that_nobody_can_keep_is_refused_by_field(start_router: StartRouter, timeout_s: float) -> None:
+    async with FakeNetwork(OUTPUT) as network, start_router(network) as router:
+        with pytest.raises(InvalidArgument, match=r"progress_timeout_s: must be 0.1 … 3600 seconds, got") as refused:
+            await router.generate(ask(progress_timeout_s=timeout_s))
+        assert refused.value.field == "progress_timeout_s"
 
 
 async def test_too_many_requests_are_told_to_come_back(start_router: StartRouter) -> None:

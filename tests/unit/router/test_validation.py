@@ -81,6 +81,7 @@ FULL_VALUES: dict[str, object] = {
     "beam_search": {"width": 2},
     "truncate_prompt_tokens": 3,
     "resume": {"prompt_digest": b"d"},
+    "progress_timeout_s": 5.0,
     "sampling.temperature": 0.5,
     "sampling.top_p": 0.5,
     "sampling.top_k": 5,
