@@ -8,10 +8,9 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,10 +19,10 @@ from kvferry.client import Client, Completion, GenerateOptions
 from kvferry.config import Config
 from kvferry.errors import FailedPrecondition, InvalidArgument, NotFound, PermissionDenied, Unavailable
 from kvferry.telemetry import start_telemetry
-from proto.kvferry.v1 import admin_pb2
 from router.app import RouterApp
 from router.worker import MemberState, Worker
 from tests.support.deployment import Deployment, chat_folder, deployment_config, running_deployment
+from tests.support.drains import Request, progress_of
 from tests.support.worker_processes import ROOT, WorkerProcess, worker_process
 from tests.support.workers import until
 
@@ -34,28 +33,6 @@ SHORT_GRACE_S = 0.2
 FOR_EVER_S = 600.0
 COMMAND_TIMEOUT_S = 60.0
 LATE_BLOCK = {"kind": "delay", "block_index": 2, "attempt": 1, "delay_s": FOR_EVER_S}
-
-
-@dataclass(slots=True)
-class Request:
-    """One request, as its client sees it so far."""
-
-    completion: Completion = field(default_factory=Completion)
-    num_tokens: int = 0
-
-    async def run(self, client: Client, options: GenerateOptions) -> Completion:
-        async with client.generate(options) as events:
-            async for event in events:
-                self.completion.add(event)
-                self.num_tokens += len(event.delta.token_ids)
-        self.completion.check_complete()
-        return self.completion
-
-
-async def progress_of(client: Client, worker: str, **order: Any) -> list[admin_pb2.DrainWorkerResponse]:
-    """All that a drain tells."""
-    async with client.drain_worker(worker, **order) as progress:
-        return [step async for step in progress]
 
 
 def options_of(max_tokens: int = MAX_TOKENS) -> GenerateOptions:
