@@ -34,6 +34,7 @@ MAX_TOKENS = 60
 MIN_MOVED_TOKENS = 8
 """Of a choice; the requests here are caught with more, or with fewer on purpose."""
 STEP_S = 0.02
+FOR_EVER_S = 600.0
 
 
 def moving_config(folder: Path, **engine: Any) -> Config:
@@ -108,9 +109,7 @@ async def moved(
     assert progress[-1].num_running == 0
     completion = await call
     await deployment.assert_idle()
-    return Moved(
-        completion, source, num_computed(source) - before[0], num_computed(*deployment.prefill) - before[1]
-    )
+    return Moved(completion, source, num_computed(source) - before[0], num_computed(*deployment.prefill) - before[1])
 
 
 SAMPLING = {
@@ -209,6 +208,44 @@ async def test_a_move_that_fails_becomes_an_ordinary_resume(config: Config, kind
     is_mended = kind is FaultKind.CORRUPT
     assert result.completion.timings.num_attempts == (2 if is_mended else 3)
     assert result.num_sequences == is_mended
+
+
+@pytest.mark.parametrize("end", ["time over", "second signal"])
+async def test_the_end_of_the_process_waits_for_a_move_but_not_for_ever(config: Config, end: str) -> None:
+    """No longer than the progress timeout, and not at all after a second signal."""
+    timeout_s = 1.0 if end == "time over" else FOR_EVER_S
+    config = config.replace("transfer", progress_timeout_s=timeout_s)
+    async with running_deployment(config, num_decode=2) as deployment:
+        for worker in deployment.decode:
+            set_faults(worker, Fault(FaultKind.DELAY, block_index=2, delay_s=FOR_EVER_S))
+        request, hurry = Request(), asyncio.Event()
+        call = asyncio.ensure_future(request.run(deployment.client, options_of(temperature=0.0)))
+        await until(lambda: request.num_tokens >= 3 * MIN_MOVED_TOKENS)
+        source = busy(deployment)
+        stopping = asyncio.ensure_future(source.stop(0.0, hurry))
+        await until(lambda: other(deployment, source).role.load().num_blocks_shipped >= 2)
+        if end == "second signal":
+            assert not stopping.done()
+            hurry.set()
+        await asyncio.wait_for(stopping, 10.0)
+        completion = await call
+        assert completion.choices[0].token_ids == right_tokens(config)
+        assert completion.timings.num_attempts == 3
+
+
+async def test_a_process_that_ends_waits_for_nobody_who_does_not_come(config: Config) -> None:
+    """Its client leaves in the very moment: what is kept for it is forgotten, and the process ends."""
+    config = config.replace("transfer", progress_timeout_s=0.5)
+    async with running_deployment(config, num_decode=2) as deployment:
+        request = Request()
+        call = asyncio.ensure_future(request.run(deployment.client, options_of(temperature=0.0)))
+        await until(lambda: request.num_tokens >= 3 * MIN_MOVED_TOKENS)
+        source = busy(deployment)
+        source.role.keep_moved()
+        assert source.context.moves.num_kept == 1
+        call.cancel()
+        await until(lambda: source.context.moves.num_kept == 0)
+        await asyncio.wait_for(source.stop(), 10.0)
 
 
 async def test_the_trace_and_the_metrics_show_the_move(config: Config) -> None:
