@@ -64,7 +64,7 @@ def test_what_arrived_keeps_the_digests_it_came_with() -> None:
 def test_every_digest_is_that_of_the_contents(num_blocks: int, window: int | None) -> None:
     """Of forks that share, copy and let go of blocks, also when they are preempted; a partial block has none."""
     core = make_core(num_blocks, LIMITS, window=window)
-    core.add(make_sequence(core, "choices", range(11), 20, temperature=1.0, seed=3, num_choices=3))
+    core.add(make_sequence(core, "choices", range(10), 20, temperature=1.0, seed=3, num_choices=3))
     num_checked = 0
     while core.has_work:
         core.step()
