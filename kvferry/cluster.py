@@ -26,7 +26,7 @@ from kvferry.supervisor import WORKER_NICENESS, Child, ChildSpec, Report, Superv
 
 POLL_INTERVAL_S = 0.05
 STOP_MARGIN_S = 5.0
-"""Children end within their own grace period; this much later they are killed."""
+"""Children end within their own grace period and the time to move what outlasts it; this much later they are killed."""
 COUNT_TIMEOUT_S = 1.0
 """How long a drain waits to learn how many requests it waits for."""
 MODULES = {"prefill": "prefill_svc", "decode": "decode_svc"}
@@ -73,7 +73,7 @@ class LocalCluster:
         self._report = report
         self._supervisor = Supervisor(
             ready_timeout_s=config.supervisor.ready_timeout_s,
-            grace_s=config.shutdown.grace_s + STOP_MARGIN_S,
+            grace_s=config.shutdown.grace_s + config.transfer.progress_timeout_s + STOP_MARGIN_S,
             relay=relay,
             report=report,
             probes=config.supervisor,

@@ -214,9 +214,14 @@ def spec_from_pb(message: worker_pb2.SequenceSpec) -> SequenceSpec:
     )
 
 
-def load_to_pb(stats: EngineStats, shipped: ShipCounters, *, num_waiting_grants: int = 0) -> worker_pb2.WorkerLoad:
-    """Message of a worker's figures; sequences and grants that wait are one number. On any thread."""
-    memory = stats.memory
+def load_to_pb(
+    stats: EngineStats, shipped: ShipCounters, *, num_waiting_grants: int = 0, moved: ShipCounters | None = None
+) -> worker_pb2.WorkerLoad:
+    """Message of a worker's figures; sequences and grants that wait are one number. On any thread.
+
+    `moved`: what a decode worker shipped on.
+    """
+    memory, moved = stats.memory, moved or ShipCounters()
     return worker_pb2.WorkerLoad(
         num_running=stats.num_running,
         num_waiting=stats.num_waiting + num_waiting_grants,
@@ -231,6 +236,8 @@ def load_to_pb(stats: EngineStats, shipped: ShipCounters, *, num_waiting_grants:
         num_blocks_shipped=shipped.num_blocks,
         shipped_bytes=shipped.num_bytes,
         num_nacks=shipped.num_nacks,
+        num_moved_sequences=moved.num_sequences,
+        num_blocks_moved=moved.num_blocks,
         num_evictions=stats.num_evictions,
         num_recompute_preemptions=memory.num_recompute_preemptions,
         num_swap_preemptions=memory.num_swap_preemptions,

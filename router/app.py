@@ -135,8 +135,10 @@ class RouterApp:
                 progress_timeout_s=config.transfer.progress_timeout_s,
                 recovery_wait_s=config.router.recovery_wait_s,
                 max_attempts=config.router.max_attempts,
+                min_moved_tokens=config.router.min_moved_tokens,
                 tracer=self._telemetry.tracer,
                 count_retry=metrics.count_retry,
+                count_move=metrics.count_move,
             )
             models.append(Model(model.public_name, model.aliases, tokenizer, workers, cluster))
         return Models(models)

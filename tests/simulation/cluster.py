@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from engine.core import EngineCore, EngineLimits
 from engine.preemption import PreemptionPolicy
@@ -69,7 +69,7 @@ class FaultPlan:
             ),
             num_crashes=rng.choice((0, 0, 1, 1, 2, 3)),
             num_freezes=rng.choice((0, 0, 0, 1, 2)),
-            num_drains=rng.choice((0, 0, 0, 1, 2)),
+            num_drains=rng.choice((0, 0, 0, 1, 3)),
             num_router_crashes=rng.choice((0, 0, 0, 1, 2)),
         )
 
@@ -129,6 +129,7 @@ class Cluster:
             max_chunk_tokens=self._rng.choice((None, 3, 8)),
             num_watermark_blocks=self._rng.choice((0, 1, 2)),
             prefix_caching=self._rng.random() < 0.9,
+            digests=True,
             num_swap_blocks=self._rng.choice((0, 0, 2, 8, 32)),
             preemption=PreemptionPolicy(self._rng.choice(("recompute", "swap"))),
         )
@@ -139,16 +140,17 @@ class Cluster:
         life = Life(self.world, name, self._epochs)
         num_blocks = self._num_prefill_blocks if name.startswith("P") else self._num_decode_blocks
         runner = ScriptedRunner(SCRIPT, num_blocks=num_blocks, block_size=BLOCK_SIZE)
-        limits = replace(self._limits, digests=name.startswith("P"))
-        core = EngineCore(runner, limits, clock_ns=lambda: self.world.now_ns)
+        core = EngineCore(runner, self._limits, clock_ns=lambda: self.world.now_ns)
         worker: Worker
         if name.startswith("P"):
             worker = PrefillWorker(life, core, self._oracle, self._network, self._plan.frames)
             worker.new_call = self._parts.new_prefill_call
             worker.reship_probability = self._reship_probability
         else:
-            worker = DecodeWorker(life, core, self._oracle)
+            worker = DecodeWorker(life, core, self._oracle, self._network, self._plan.frames)
             worker.new_host = self._parts.new_decode_host
+            worker.mover.new_call = self._parts.new_prefill_call
+            worker.mover.reship_probability = self._reship_probability
         self._workers[name] = worker
         self._network.listen(name, life, worker.accept)
 
@@ -202,7 +204,7 @@ class Cluster:
             name = self._rng.choice(list(self._routers) if is_router else names)
             self.world.at(self.world.below(until_ns), self._freeze, name)
         for _ in range(self._plan.num_drains):
-            self.world.at(self.world.below(until_ns), self._drain, self._rng.choice(names))
+            self.world.at(self.world.below(until_ns), self._drain_some)
         for _ in range(self._plan.num_router_crashes):
             self.world.at(self.world.below(until_ns), self._crash_router, self._rng.choice(list(self._routers)))
 
@@ -250,6 +252,15 @@ class Cluster:
         else:
             router.membership.set_up(name, is_up=True)
 
+    def _drain_some(self, num_looks: int = 20) -> None:
+        """A decode worker that has something in its batch drains, or any worker when none has had for a while."""
+        well = [name for name, worker in self._workers.items() if worker.life.is_alive and not worker.is_draining]
+        busy = [name for name in well if name.startswith("D") and self._workers[name].core.scheduler.running]
+        if not busy and num_looks:
+            self.world.after(2 * MS, self._drain_some, num_looks - 1)
+        elif well:
+            self._drain(self._rng.choice(busy or well))
+
     def _drain(self, name: str) -> None:
         """Nothing new; past the grace what still runs moves; then it serves again, or another life takes its place."""
         worker = self._workers[name]
@@ -258,7 +269,8 @@ class Cluster:
         self.world.counts["drains"] += 1
         self.world.note(name, "drains")
         worker.is_draining = True
-        grace_ns, rest_ns = self.world.below(20 * MS), self.world.below(50 * MS)
+        grace_ns = self.world.below(20 * MS) if self.world.happens(0.3) else self.world.below(2 * MS)
+        rest_ns = self.world.below(50 * MS)
         self._outages.add(name, self.world.now_ns + grace_ns + rest_ns + PROGRESS_TIMEOUT_NS)
         self._tell_routers(0, 5 * MS, name, is_up=False)
         self.world.after(grace_ns, worker.life.run, self._move, worker)
@@ -278,7 +290,7 @@ class Cluster:
     def _end_drain(self, worker: Worker) -> None:
         name = worker.life.name
         if name in self._gone or self.world.happens(0.5):
-            self._crash(name)  # nothing runs there any more
+            self._crash(name)  # nothing runs there any more but moves
             return
         self.world.note(name, "serves again")
         worker.is_draining = False

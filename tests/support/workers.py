@@ -112,9 +112,9 @@ def core_of(worker: RunningWorker) -> EngineCore:
     return core
 
 
-def set_faults(prefill: RunningWorker, *faults: Fault) -> None:
-    """What goes wrong in every shipment of a prefill worker from the next one on; nothing where none is given."""
-    servicer = prefill.role.servicer  # type: ignore[attr-defined]
+def set_faults(worker: RunningWorker, *faults: Fault) -> None:
+    """What goes wrong in every shipment of a worker from the next one on; nothing where none is given."""
+    servicer = getattr(worker.role, "move_servicer", None) or worker.role.servicer  # type: ignore[attr-defined]
     servicer.options = dataclasses.replace(servicer.options, faults=Faults(faults))
 
 
@@ -135,6 +135,8 @@ async def assert_idle(*workers: RunningWorker, timeout_s: float = 10.0) -> None:
         servicer = worker.role.servicer  # type: ignore[attr-defined]
         await until(lambda servicer=servicer: not getattr(servicer, "_attempts", None), timeout_s)  # type: ignore[misc]
         await until(lambda servicer=servicer: not getattr(servicer, "_running", None), timeout_s)  # type: ignore[misc]
+        mover = getattr(worker.role, "move_servicer", None)
+        await until(lambda mover=mover: not getattr(mover, "_running", None), timeout_s)  # type: ignore[misc]
         admission = getattr(worker.role, "admission", None)
         assert admission is None or admission.num_waiting == 0
 
