@@ -54,11 +54,6 @@ class Breaker:
         self._pause_s = FIRST_PAUSE_S
         self._open_until_s: float | None = None
 
-    @property
-    def is_tripped(self) -> bool:
-        """Whether the last calls failed, and none has gone well since."""
-        return self._open_until_s is not None
-
     def is_open(self, now_s: float) -> bool:
         """Whether requests should go elsewhere."""
         return self._open_until_s is not None and now_s < self._open_until_s
