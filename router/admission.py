@@ -35,10 +35,15 @@ class Admission:
 
 
 class RetryBudget:
-    """Retries without progress as a share of requests: a cluster that is failing must not get its load multiplied."""
+    """Retries without progress as a share of requests: a cluster that is failing must not get its load multiplied.
 
-    def __init__(self, share: float) -> None:
+    What is not used is saved, up to `max_saved`: as many requests as may be in flight, since one worker that dies may
+    take all of them with it before their first token.
+    """
+
+    def __init__(self, share: float, max_saved: int) -> None:
         self._share = share
+        self._max_saved = max(RETRY_BURST, max_saved)
         self._tokens = RETRY_BURST
         self._owed = RETRY_BURST  # given at the start; the share of the first requests pays for it
 
@@ -46,7 +51,7 @@ class RetryBudget:
         """One request more."""
         paid = min(self._share, self._owed)
         self._owed -= paid
-        self._tokens = min(self._tokens + self._share - paid, RETRY_BURST)
+        self._tokens = min(self._tokens + self._share - paid, self._max_saved)
 
     def take(self) -> bool:
         """Whether one more retry is within the budget; takes it if so."""

@@ -112,7 +112,7 @@ class RouterApp:
         return Cluster(
             membership=self.membership,
             selector=PairSelector(self.membership, config.tenants),
-            retries=RetryBudget(config.router.retry_budget),
+            retries=RetryBudget(config.router.retry_budget, config.router.max_queue),
             progress_timeout_s=config.transfer.progress_timeout_s,
             recovery_wait_s=config.router.recovery_wait_s,
             max_attempts=config.router.max_attempts,

@@ -19,7 +19,7 @@ from tests.support.workers import until
 
 pytestmark = [pytest.mark.processes, pytest.mark.chaos]
 
-PROGRESS_TIMEOUT_S = 1.0
+PROGRESS_TIMEOUT_S = 2.0
 """Above what a busy machine of two cores is ever late by."""
 STOPPED_S = 4 * PROGRESS_TIMEOUT_S
 """Long enough for every stream to leave, and for one that then tries whether it is back."""
