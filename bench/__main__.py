@@ -14,6 +14,7 @@ from pathlib import Path
 
 from bench import handoff, paper, receive, transfer
 from bench.environment import describe
+from bench.events import run_events
 from bench.memory import run_memory
 from bench.serve import run_serve
 
@@ -23,6 +24,7 @@ BENCHES = {
     "receive": receive.run_receive,
     "serve": run_serve,
     "memory": run_memory,
+    "events": run_events,
 }
 WITH_OPTIONS = {"transfer": transfer.main, "handoff": handoff.main, "receive": receive.main, "paper": paper.main}
 

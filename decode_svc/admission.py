@@ -11,7 +11,9 @@ arrival, and so do preempted sequences among them. Runs on the engine's thread, 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from engine.block_pool import Room
 from engine.core import EngineCore
@@ -145,8 +147,12 @@ class DecodeAdmission:
         if sequence.status is SequenceStatus.RESERVED:
             self._core.release_reservation(sequence, num_arrived_tokens)
 
-    def commit(self, seq_id: str, first: list[SampledToken]) -> CommitOutcome:
+    def commit(
+        self, seq_id: str, first: list[SampledToken], digests: Mapping[int, bytes] = MappingProxyType({})
+    ) -> CommitOutcome:
         """Everything arrived: the sequence joins the batch, with the token of each choice that the sender sampled.
+
+        `digests`: of the full blocks that arrived, by index.
 
         Raises:
             NotFound: the attempt or its reservation is gone.
@@ -161,7 +167,7 @@ class DecodeAdmission:
         choices = _choices_left(sequence, first)
         self._committed.add(seq_id)
         num_cached_tokens = sequence.num_cached_tokens or 0
-        outputs = self._core.adopt(sequence, first)
+        outputs = self._core.adopt(sequence, first, digests)
         self._new_commits += [SequenceCommitted(seq_id, num_cached_tokens, choices), *outputs]
         return CommitOutcome.COMMITTED
 

@@ -59,7 +59,7 @@ class DecodeAttempt:
         self._runner: Runner = engine.core.runner
         self._reservation: Reservation | None = None
         self._grant_made: asyncio.Future[None] | None = None
-        self._verified: set[int] = set()
+        self._digests: dict[int, bytes] = {}  # of verified blocks
         self._is_shipping = False  # a shipment is under way: at most one at a time
         self._is_closed = False
 
@@ -101,7 +101,7 @@ class DecodeAttempt:
         """Compares the digest of what was written."""
         is_right = block_digest(self._block(block_index)) == digest
         if is_right:
-            self._verified.add(block_index)
+            self._digests[block_index] = digest
             self._counters.num_blocks += 1
             self._counters.num_bytes += self._runner.layout.block_bytes
         else:
@@ -117,10 +117,11 @@ class DecodeAttempt:
     async def commit(self, first_token_ids: tuple[int, ...], first_logprobs: tuple[float, ...]) -> CommitOutcome:
         """Lets the sequence run; raises NotFound when the attempt or its reservation is gone."""
         self._check_open()
-        seq_id = self.id.seq_id
+        seq_id, num_full_blocks = self.id.seq_id, self._num_tokens // self._runner.layout.block_size
         first = [SampledToken(*one) for one in zip_longest(first_token_ids, first_logprobs)]
+        digests = {index: digest for index, digest in self._digests.items() if index < num_full_blocks}
         with self._telemetry.span(SpanNames.COMMIT):
-            outcome = await self._engine.run(lambda core: self._admission.commit(seq_id, first))
+            outcome = await self._engine.run(lambda core: self._admission.commit(seq_id, first, digests))
         self._is_shipping = False
         return outcome
 
@@ -131,7 +132,7 @@ class DecodeAttempt:
         if self._is_closed:
             return
         num_arrived_tokens = self._num_arrived_tokens(reservation)
-        self._verified.clear()
+        self._digests.clear()
         seq_id = self.id.seq_id
         self._engine.submit(lambda core: self._admission.withdraw(seq_id, num_arrived_tokens))
 
@@ -139,7 +140,7 @@ class DecodeAttempt:
         """Tokens of the leading full blocks that were verified or were here before."""
         block_size = self._runner.layout.block_size
         num_full_blocks = self._num_tokens // block_size
-        missing = set(reservation.wanted if reservation else range(num_full_blocks)) - self._verified
+        missing = set(reservation.wanted if reservation else range(num_full_blocks)) - self._digests.keys()
         leading = min((index for index in missing if index < num_full_blocks), default=num_full_blocks)
         return leading * block_size
 

@@ -43,6 +43,7 @@ class DecodeReporter:
         self._prefilled_ns = received_ns  # with local prefill: end of its last chunk
         self._num_cached_tokens = 0
         self._num_tokens = 0
+        self._num_told: dict[int, int] = {}  # output tokens of each choice, up to the last one told
         self._num_preemptions = 0
         self._span: Span | None = None
         self.is_finished = False
@@ -124,6 +125,7 @@ class DecodeReporter:
             message.queue_s = (self._started_ns - self._received_ns) / 1e9
             message.prefill_s = (first.at_ns - self._started_ns) / 1e9
         self._num_tokens += len(tokens)
+        self._num_told[first.choice] = last.token_index + 1
         return worker_pb2.DecodeResponse(tokens=message)
 
     def _beams(self, output: BeamsFinished) -> worker_pb2.DecodeResponse:
@@ -145,6 +147,11 @@ class DecodeReporter:
         self._num_tokens += sum(len(beam.token_ids) for beam in output.beams)
         self.is_finished = True
         return worker_pb2.DecodeResponse(beams=message)
+
+    @property
+    def num_told_tokens(self) -> dict[int, int]:
+        """Output tokens, earlier attempts' included, that the router knows of each choice that goes on here."""
+        return {choice: number for choice, number in self._num_told.items() if choice in self._choices}
 
     def end_choice(self, choice: int) -> None:
         """A choice is over, by itself or because no more of it is wanted; the attempt is with the last one."""

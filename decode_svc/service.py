@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from decode_svc.admission import DecodeAdmission
 from decode_svc.attempt import DecodeAttempt
@@ -23,6 +23,7 @@ from engine.mailboxes import Mailboxes
 from engine.outputs import GrantMade
 from engine.specs import sequence_from_spec
 from kvferry.errors import Cancelled, FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from kvferry.moves import MovedSequences, is_worth_moving
 from kvferry.rpc import HeartbeatWriter, read_with_progress_deadline
 from kvferry.spec import AttemptId, SequenceSpec
 from kvferry.stats import ShipCounters
@@ -42,6 +43,13 @@ START_TIMEOUT_S = 10.0
 """How long a call may stay open without saying what it wants."""
 
 
+class Report(NamedTuple):
+    """What a running attempt was asked for, and what it has told."""
+
+    start: worker_pb2.DecodeStart
+    reporter: DecodeReporter
+
+
 class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
     """Decode calls of one worker.
 
@@ -51,6 +59,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
         mailboxes: where the engine's outputs arrive.
         identity: who this is.
         state: draining or not.
+        moves: takes what is worth moving from here.
         telemetry: spans.
         is_alive: False while the step loop is stuck; no heartbeat is sent then.
     """
@@ -62,6 +71,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
         mailboxes: Mailboxes,
         identity: WorkerIdentity,
         state: WorkerState,
+        moves: MovedSequences,
         telemetry: Telemetry,
         is_alive: Callable[[], bool],
     ) -> None:
@@ -70,9 +80,11 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
         self._mailboxes = mailboxes
         self._identity = identity
         self._state = state
+        self._moves = moves
         self._telemetry = telemetry
         self._is_alive = is_alive
         self._attempts: dict[AttemptId, DecodeAttempt] = {}
+        self._reports: dict[AttemptId, Report] = {}  # of those attempts whose blocks are kept when they move
         self._num_arrived = 0
         self.counters = ShipCounters()
         self.ship_address = ""  # set once the server is bound
@@ -93,19 +105,39 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
     ) -> None:
         received_ns = time.time_ns()
         start = await self._read_start(context)
-        timeout_s = start.progress_timeout_s
+        timeout_s, spec = start.progress_timeout_s, spec_from_pb(start.sequence)
+        keeps_blocks = start.min_moved_tokens > 0 and self._leaves_blocks(spec)
         async with (
             HeartbeatWriter(
                 context.write, self._heartbeat, interval_s=timeout_s / 3, stall_timeout_s=timeout_s, peer="the router"
             ) as writer,
-            self._registered(spec_from_pb(start.sequence), is_local=start.local_prefill) as attempt,
+            self._registered(spec, is_local=start.local_prefill) as attempt,
         ):
-            registered = worker_pb2.Registered(epoch=self._identity.epoch, ship_address=self.ship_address)
+            registered = worker_pb2.Registered(
+                epoch=self._identity.epoch, ship_address=self.ship_address, keeps_blocks=keeps_blocks
+            )
             await writer.write(worker_pb2.DecodeResponse(registered=registered))
-            choices = range(start.sequence.choice, start.sequence.choice + (start.sequence.num_choices or 1))
+            choices = range(spec.choice, spec.choice + spec.num_choices)
             reporter = DecodeReporter(self._telemetry, attempt.id, received_ns=received_ns, choices=choices)
             listening = self._listen(context, timeout_s, attempt, reporter)
-            await run_until_first(self._report(attempt, reporter, writer), listening)
+            if keeps_blocks:
+                self._reports[attempt.id] = Report(start, reporter)
+            try:
+                await run_until_first(self._report(attempt, reporter, writer), listening)
+            finally:
+                self._reports.pop(attempt.id, None)
+
+    def _leaves_blocks(self, spec: SequenceSpec) -> bool:
+        """Whether the full blocks of its choices can be hit here when it has ended."""
+        uses_cache = self._engine.core.block_manager.prefix_caching and not spec.bypass_prefix_cache
+        return uses_cache and spec.beam is None  # the tokens of beams are nobody's but ours
+
+    def keep_moved(self) -> None:
+        """The calls that run end next: keeps the choices that their routers will have shipped from here."""
+        for attempt_id, (start, reporter) in self._reports.items():
+            for choice, num_tokens in reporter.num_told_tokens.items():
+                if is_worth_moving(num_tokens, start.sequence.sampling.max_tokens, start.min_moved_tokens):
+                    self._moves.keep(attempt_id.request_id, choice, start.progress_timeout_s)
 
     async def _read_start(self, context: Context) -> worker_pb2.DecodeStart:
         self._state.check_admits(self._identity)

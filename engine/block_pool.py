@@ -15,6 +15,7 @@ import enum
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvferry.errors import ResourceExhausted
 
@@ -101,6 +102,17 @@ class _Account:
         return limit is None or self.num_used + num_more <= limit
 
 
+class BlockListener(Protocol):
+    """Told of every change of what can be found, in the middle of it: must be quick and leave the pool alone."""
+
+    def on_published(self, block_hash: bytes) -> None: ...
+
+    def on_unpublished(self, block_hash: bytes) -> None: ...
+
+    def on_all_unpublished(self) -> None:
+        """Nothing can be found now, as was told one by one."""
+
+
 class BlockPool:
     """Allocation, reference counts, the index of published blocks, quotas and pins.
 
@@ -122,6 +134,7 @@ class BlockPool:
         self._accounts = {tenant: _Account(quota) for tenant, quota in (quotas or {}).items()}
         self._pins: dict[tuple[str, str], set[int]] = {}  # (tenant, name) -> blocks
         self._pin_counts: Counter[int] = Counter()  # pinned block -> number of pins
+        self.listener: BlockListener | None = None
 
     # -- counts ---------------------------------------------------------------------------------------------------
 
@@ -150,6 +163,10 @@ class BlockPool:
     def published_blocks(self) -> list[int]:
         """Blocks that can be found, used and cached ones."""
         return list(self._by_hash.values())
+
+    def published_hashes(self) -> list[bytes]:
+        """Their hashes, in the order they were published."""
+        return list(self._by_hash)
 
     def digest(self, block_id: int) -> bytes | None:
         """Digest of the block's contents, made when it filled; None where none was made."""
@@ -281,6 +298,8 @@ class BlockPool:
         block.block_hash = block_hash
         block.token_ids = tuple(token_ids)
         self._by_hash[block_hash] = block_id
+        if self.listener is not None:
+            self.listener.on_published(block_hash)
 
     def lookup(self, block_hash: bytes, token_ids: Sequence[int]) -> int | None:
         """The published block with this hash and these tokens; does not touch it."""
@@ -305,12 +324,16 @@ class BlockPool:
         ]
         for block_id in published:
             self.unpublish(block_id)
+        if self.listener is not None and published and not self._by_hash:
+            self.listener.on_all_unpublished()
         return len(published)
 
     def _forget(self, block_id: int) -> None:
         block = self._blocks[block_id]
         if block.block_hash is not None:
             del self._by_hash[block.block_hash]
+            if self.listener is not None:
+                self.listener.on_unpublished(block.block_hash)
             block.block_hash = None
             block.token_ids = ()
 

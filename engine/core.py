@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 
 from engine.attempts import Attempts, token_outputs
 from engine.beam import BeamSearch
@@ -190,6 +191,8 @@ class EngineCore:
         """Sets blocks aside for a registered sequence whose KV arrives from elsewhere; all, or nothing and why."""
         keep_watermark = bool(self.scheduler.running)
         room = self.block_manager.reserve(sequence, keep_watermark=keep_watermark)
+        while room is not Room.ENOUGH and self.scheduler.park_one(sequence, room):
+            room = self.block_manager.reserve(sequence, keep_watermark=keep_watermark)
         if room is not Room.ENOUGH:
             return room
         sequence.status = SequenceStatus.RESERVED
@@ -197,11 +200,14 @@ class EngineCore:
         sequence.num_cached_tokens = sequence.num_computed_tokens
         return room
 
-    def adopt(self, sequence: Sequence, first: list[SampledToken]) -> list[Output]:
+    def adopt(
+        self, sequence: Sequence, first: list[SampledToken], digests: Mapping[int, bytes] = MappingProxyType({})
+    ) -> list[Output]:
         """Lets a reserved sequence run: all its KV has arrived, and the sender sampled its first tokens.
 
         Args:
             first: one token a choice; for beam search the most likely ones, best first.
+            digests: of the full blocks that arrived, by index.
 
         Returns:
             The result of a beam search that is over at once, else nothing: the first tokens are the sender's to tell.
@@ -209,6 +215,7 @@ class EngineCore:
         assert sequence.status is SequenceStatus.RESERVED, sequence.status
         sequence.num_computed_tokens = sequence.num_tokens
         self._count_hits(sequence)
+        self._keep_digests(sequence, digests)
         self.block_manager.publish(sequence)
         self.scheduler.start(sequence)
         sequence.was_started = True
@@ -426,6 +433,13 @@ class EngineCore:
         """Whether a cached block is as it was when it filled; without a digest nobody can know."""
         digest = self.pool.digest(block_id)
         return digest is None or digest == block_digest(self.runner.block_view(block_id))
+
+    def _keep_digests(self, sequence: Sequence, digests: Mapping[int, bytes]) -> None:
+        """Those of blocks that arrived are known; what the sender knew of them holds here, too."""
+        if self._makes_digests:
+            for index, digest in digests.items():
+                self.pool.set_digest(sequence.block_table[index], digest)
+            sequence.num_digested_blocks = sequence.num_computed_tokens // self.layout.block_size
 
     def _digest(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Makes the digests of blocks that have filled; what befalls a block later will not go unnoticed."""

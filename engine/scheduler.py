@@ -187,11 +187,14 @@ class Scheduler:
         return True
 
     def _victim(self, sequence: Sequence) -> SequenceOf[Sequence]:
-        """The unit of the lowest priority; of the same tenant where its quota is what is short."""
+        """The unit of the lowest priority; of the same tenant where its quota is what is short.
+
+        Not one whose blocks may be on their way out, which must stay as they are.
+        """
+        others = [other for other in self.running if not other.hold_after_prefill]
         if self.block_manager.is_over_quota(sequence):
-            own = [other for other in self.running if other.tenant == sequence.tenant]
-            return own[-1].unit
-        return self.running[-1].unit
+            others = [other for other in others if other.tenant == sequence.tenant]
+        return others[-1].unit
 
     def preempt(self, unit: SequenceOf[Sequence], schedule: Schedule) -> None:
         """Takes a running unit's blocks and queues it, swapped or to be recomputed; noted in `schedule`."""
@@ -225,7 +228,7 @@ class Scheduler:
             return Admission.NO_ROOM if sequence.num_preemptions else Admission.DEFERRED
         take = self.block_manager.swap_in if was_swapped else self.block_manager.admit
         room = take(unit, keep_watermark=bool(self.running))
-        while room is not Room.ENOUGH and self._park_one(sequence, room):
+        while room is not Room.ENOUGH and self.park_one(sequence, room):
             room = take(unit, keep_watermark=bool(self.running))
         sequence.waits_for_quota = room is Room.OVER_QUOTA
         if room is not Room.ENOUGH:
@@ -238,7 +241,7 @@ class Scheduler:
                 self._append_chunk(schedule, member)
         return Admission.TAKEN
 
-    def _park_one(self, sequence: Sequence, room: Room) -> bool:
+    def park_one(self, sequence: Sequence, room: Room) -> bool:
         """Has a held prompt that waits for its grant give up its blocks for `sequence`; False: none can help it.
 
         The lowest priority goes first, but any may have to go, also one of a better tier: what cannot be parked runs or

@@ -177,6 +177,7 @@ class Sequence:
         fork.num_computed_tokens = self.num_computed_tokens
         fork.num_cached_tokens = self.num_cached_tokens
         fork.num_published_blocks = self.num_published_blocks
+        fork.num_digested_blocks = self.num_digested_blocks
         fork.num_dropped_blocks = self.num_dropped_blocks
         fork.num_preemptions = self.num_preemptions
         fork.was_started = self.was_started

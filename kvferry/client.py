@@ -115,6 +115,7 @@ class PinOptions:
 
     name: str
     prompt: Prompt
+    model: str = ""
     adapter: str = ""
     cache_salt: str = ""
     shared_salt: str = ""
@@ -123,7 +124,7 @@ class PinOptions:
     def to_pb(self) -> cache_pb2.PinPrefixRequest:
         """The message; raises InvalidArgument for a value its field cannot hold."""
         request = cache_pb2.PinPrefixRequest()
-        for name in ("name", "adapter", "tenant"):
+        for name in ("name", "model", "adapter", "tenant"):
             _set(request, name, getattr(self, name))
         _set_prompt(request, self.prompt)
         if request.HasField("chat"):
@@ -330,13 +331,20 @@ class Client:
         told = [answer.aborted_request_ids for answer in answers if not isinstance(answer, BaseException)]
         return tuple(name for name in dict.fromkeys(request_ids) if any(name in names for names in [between, *told]))
 
-    async def capabilities(self) -> types_pb2.Capabilities:
-        """Model, limits, layout and versions."""
+    async def capabilities(self, model: str = "") -> types_pb2.Capabilities:
+        """Limits, layout and versions of a model; of the default one where none is named."""
+        return (await self._capabilities(model)).capabilities
+
+    async def models(self) -> Sequence[inference_pb2.ServedModel]:
+        """Names, aliases and readiness of all models, the default one first."""
+        return tuple((await self._capabilities("")).models)
+
+    async def _capabilities(self, model: str) -> inference_pb2.GetCapabilitiesResponse:
         request = inference_pb2.GetCapabilitiesRequest()
-        response = await self._routers.ask(
+        _set(request, "model", model)
+        return await self._routers.ask(
             lambda router: router.channel.unary(router.stub.GetCapabilities, request, timeout_s=CONTROL_TIMEOUT_S)
         )
-        return response.capabilities
 
     async def workers(self) -> Sequence[inference_pb2.WorkerInfo]:
         """The workers behind a router and their state."""

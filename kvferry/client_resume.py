@@ -1,7 +1,7 @@
 """One response from whichever routers it takes: what was received, and how it goes on where a router is lost.
 
     read ─► PartialResponse ─► caller
-     └─ Unavailable ─┬─ nothing came yet ─► the same request, at each other router once
+     └─ Unavailable ─┬─ nothing came yet ─► the same request, once at each other router that can be reached
                      └─ begun ─► the rest of it (`GenerateRequest.resume`), at another router or, after a pause, at the
                                  same one, until there is progress again or `wait_s` has passed without any
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 from kvferry.client_routers import Router, Routers
-from kvferry.errors import DataLoss, DeadlineExceeded, FailedPrecondition, Unavailable
+from kvferry.errors import DataLoss, DeadlineExceeded, FailedPrecondition, RouterDraining, Unavailable
 from kvferry.rpc import read_with_progress_deadline
 from kvferry.telemetry import log_event
 from proto.kvferry.v1 import inference_pb2 as pb
@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 1.0
 """Between tries while no router answers; doubled each time."""
+RECONNECT_WAIT_S = 3.0
+"""How long a new request waits for a router that could not be reached, when all others have refused it: above the
+longest time until a channel tries to connect again (`rpc/options.py`), so that one that is back is not overlooked."""
 MAX_FRUITLESS_STARTS = 3
 """Times in a row that a router may take the rest of a response and be lost before anything new: the request itself may
 be what breaks them."""
@@ -118,8 +121,14 @@ class _Attempt:
         self._has_heartbeats = False
         self._is_closed = False
         self._context: AbstractAsyncContextManager[UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]]
+        self._was_down = router.channel.is_down
         self._context = router.channel.stream(router.stub.Generate, request, timeout_s=timeout_s)
         self._call: UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse] | None = None
+
+    @property
+    def was_unreachable(self) -> bool:
+        """Of one that failed: the router never saw the request."""
+        return not self.has_started and (self._was_down or self.router.channel.is_down)
 
     async def open(self) -> Self:
         self._call = await self._context.__aenter__()
@@ -175,6 +184,7 @@ class ResumingStream(AsyncIterator[pb.GenerateResponse]):
     def __init__(
         self, routers: Routers, request: pb.GenerateRequest, *, timeout_s: float | None, wait_s: float | None
     ) -> None:
+        routers.count_request()
         self._routers = routers
         self._request = request
         self._wait_s = wait_s
@@ -183,7 +193,9 @@ class ResumingStream(AsyncIterator[pb.GenerateResponse]):
         self._partial = PartialResponse()
         self._attempt: _Attempt | None = None
         self._is_over = False
-        self._tried: list[Router] = []  # while nothing has come
+        self._tried: list[Router] = []  # they saw the request, while nothing has come
+        self._unreached: list[Router] = []  # they did not, in this round
+        self._is_round_over = False
         self._has_advanced = False  # since the last loss
         self._lost_at_s = 0.0  # first loss since then
         self._pause_s = FIRST_PAUSE_S
@@ -201,12 +213,10 @@ class ResumingStream(AsyncIterator[pb.GenerateResponse]):
 
     async def open(self) -> None:
         """Sends the request, or the rest of it."""
-        router = self._routers.next(self._tried)
+        router = self._routers.next([*self._tried, *self._unreached])
         request = self._request
         if self._partial.started is not None:
             request = self._partial.request_for_rest(request, self._now_s - self._begun_at_s)
-        elif not self._tried:
-            self._routers.count_request()
         self._attempt = await _Attempt(router, request, self._rest_s).open()
 
     async def close(self) -> None:
@@ -240,17 +250,18 @@ class ResumingStream(AsyncIterator[pb.GenerateResponse]):
     async def _take(self, event: pb.GenerateResponse) -> bool:
         """Whether the event is for the caller, who gets `started` once."""
         assert self._attempt is not None
-        self._attempt.router.answered()
         if event.HasField("heartbeat"):
             return False
         if not event.HasField("started"):
             self._partial.take(event)
             self._has_advanced = True
             return True
+        self._attempt.router.answered()
         if self._partial.started is not None:
             await self._resumed(event.started)
             return False
-        self._partial.started, self._tried, self._has_advanced = event.started, [], True
+        self._partial.started, self._has_advanced = event.started, True
+        self._tried, self._unreached = [], []
         return True
 
     async def _resumed(self, started: pb.Started) -> None:
@@ -282,7 +293,7 @@ class ResumingStream(AsyncIterator[pb.GenerateResponse]):
         attempt, self._attempt = self._attempt, None
         await attempt.close()
         attempt.router.failed()
-        may_go_on = self._may_repeat(attempt) if self._partial.started is None else self._may_resume(attempt)
+        may_go_on = self._may_repeat(attempt, error) if self._partial.started is None else self._may_resume(attempt)
         if not may_go_on:
             self._is_over = True
             raise error
@@ -294,12 +305,22 @@ class ResumingStream(AsyncIterator[pb.GenerateResponse]):
             tokens=self._partial.num_tokens,
             error=error.message,
         )
-        if self._partial.started is not None and self._routers.are_all_avoided:
+        if self._is_round_over or (self._partial.started is not None and self._routers.are_all_avoided):
+            self._is_round_over = False
             await self._pause(error)
 
-    def _may_repeat(self, attempt: _Attempt) -> bool:
-        self._tried.append(attempt.router)
-        return len(self._tried) < len(self._routers.all) and self._routers.take_repeat()
+    def _may_repeat(self, attempt: _Attempt, error: Unavailable) -> bool:
+        """A router that saw the request gets it once, the others in further rounds while there is time.
+
+        What costs no router any work, or is an order, is not counted against the budget.
+        """
+        (self._unreached if attempt.was_unreachable else self._tried).append(attempt.router)
+        if len(self._tried) + len(self._unreached) == len(self._routers.all):
+            is_in_time = self._now_s < self._begun_at_s + min(self._wait_s or 0.0, RECONNECT_WAIT_S)
+            if not self._unreached or not is_in_time:
+                return False
+            self._unreached, self._is_round_over = [], True
+        return attempt.was_unreachable or isinstance(error, RouterDraining) or self._routers.take_repeat()
 
     def _may_resume(self, attempt: _Attempt) -> bool:
         if self._wait_s is None or not self._partial.can_resume:

@@ -58,7 +58,7 @@ class Router:
         self.avoided_until_s = self.failed_at_s + AVOID_FAILED_S
 
     def answered(self) -> None:
-        """It serves."""
+        """It took a request. What comes of those it took before says nothing: a router that drains ends them, too."""
         self.failed_at_s = None
         self.avoided_until_s = 0.0
 

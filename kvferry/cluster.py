@@ -26,7 +26,7 @@ from kvferry.supervisor import WORKER_NICENESS, Child, ChildSpec, Report, Superv
 
 POLL_INTERVAL_S = 0.05
 STOP_MARGIN_S = 5.0
-"""Children end within their own grace period; this much later they are killed."""
+"""Children end within their own grace period and the time to move what outlasts it; this much later they are killed."""
 COUNT_TIMEOUT_S = 1.0
 """How long a drain waits to learn how many requests it waits for."""
 MODULES = {"prefill": "prefill_svc", "decode": "decode_svc"}
@@ -53,9 +53,9 @@ class Endpoints:
 
 
 class LocalCluster:
-    """A router, `num_prefill` prefill and `num_decode` decode workers, supervised.
+    """A router and, of each model, `num_prefill` prefill and `num_decode` decode workers, supervised.
 
-    `config.model.path` must be set. Entering raises the error of the first process that fails; leaving ends all.
+    The models' paths must be set. Entering raises the error of the first process that fails; leaving ends all.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class LocalCluster:
         relay: Callable[[str], None] = lambda line: None,
         report: Report = report_event,
     ) -> None:
-        assert config.model.path is not None
+        assert all(model.path is not None for model in config.served_models)
         self._roles = ["prefill"] * num_prefill + ["decode"] * num_decode
-        self._config = _divided(config, len(self._roles))
+        self._config = _divided(config, len(self._roles) * len(config.served_models))
         self._report = report
         self._supervisor = Supervisor(
             ready_timeout_s=config.supervisor.ready_timeout_s,
-            grace_s=config.shutdown.grace_s + STOP_MARGIN_S,
+            grace_s=config.shutdown.grace_s + config.transfer.progress_timeout_s + STOP_MARGIN_S,
             relay=relay,
             report=report,
             probes=config.supervisor,
@@ -111,8 +111,11 @@ class LocalCluster:
         self._report_start()
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-")))
         await self._stack.enter_async_context(self._supervisor)
-        file = _write(folder / "worker.toml", self._config.without_keys())
-        starts = [asyncio.create_task(self._start_worker(role, index, file)) for index, role in self._numbered_roles()]
+        starts = [
+            asyncio.create_task(self._start_worker(role, f"{prefix}{role}-{index}", file))
+            for prefix, file in self._write_worker_files(folder)
+            for index, role in self._numbered_roles()
+        ]
         self._workers = await _all_or_first_error(starts)
         addresses = {role: tuple(child.address for kind, child in self._workers if kind == role) for role in MODULES}
         router_config = self._config.replace("router", **addresses)
@@ -128,13 +131,14 @@ class LocalCluster:
 
     def _report_start(self) -> None:
         engine, model = self._config.engine, self._config.model
+        names = ", ".join(model.public_name for model in self._config.served_models)
         workers = {f"num_{role}": self._roles.count(role) for role in MODULES}
         pool = f"{engine.num_blocks} blocks" if engine.num_blocks else f"{engine.pool_bytes() / (1 << 20):.0f} MiB"
         self._report(
-            f"starting {model.public_name} ({model.dtype}): {workers['num_prefill']} prefill, "
-            f"{workers['num_decode']} decode; threads each: {engine.num_threads}, KV pool each: {pool}",
+            f"starting {names} ({model.dtype}): {workers['num_prefill']} prefill, {workers['num_decode']} decode"
+            f"{' of each' if self._config.models else ''}; threads each: {engine.num_threads}, KV pool each: {pool}",
             "cluster_starting",
-            model=model.public_name,
+            model=names,
             dtype=model.dtype,
             num_threads=engine.num_threads,
             **({"num_blocks": engine.num_blocks} if engine.num_blocks else {"kv_memory_bytes": engine.pool_bytes()}),
@@ -153,8 +157,16 @@ class LocalCluster:
     def _numbered_roles(self) -> list[tuple[int, str]]:
         return [(self._roles[:place].count(role), role) for place, role in enumerate(self._roles)]
 
-    async def _start_worker(self, role: str, index: int, file: Path) -> tuple[str, Child]:
-        name = f"{role}-{index}"
+    def _write_worker_files(self, folder: Path) -> list[tuple[str, Path]]:
+        """A configuration for the workers of each model, and how their names begin; bare for the default one's."""
+        keyless = self._config.without_keys()
+        files: list[tuple[str, Path]] = []
+        for place, model in enumerate(keyless.served_models):
+            file = _write(folder / f"worker-{place}.toml", keyless.of_model(model))
+            files.append((f"{model.public_name}-" if place else "", file))
+        return files
+
+    async def _start_worker(self, role: str, name: str, file: Path) -> tuple[str, Child]:
         steps_file = file.with_name(f"{name}.steps")
         spec = ChildSpec(
             name,

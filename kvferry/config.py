@@ -39,6 +39,8 @@ from kvferry.host import memory_limit_bytes
 from kvferry.tomlout import Example, Hidden, toml_document
 
 ENV_PREFIX = "KVFERRY_"
+DNS_SCHEME = "dns:///"
+"""Begins an address that stands for all addresses of its name, as in gRPC."""
 DEFAULT_FILE = Path("kvferry.toml")
 DEFAULT_MODEL = "smollm2-135m-instruct"
 POOL_SHARE = 8
@@ -73,19 +75,19 @@ def _tables_from_text(value: object) -> object:
 
 
 def _listen_address(value: str) -> str:
-    if not _is_host_port(value, lowest_port=0):
+    if not is_host_port(value, lowest_port=0):
         raise ValueError("must be host:port, such as 127.0.0.1:50051; port 0 is any free one")
     return value
 
 
-def _peer_address(value: str) -> str:
-    if not _is_host_port(value, lowest_port=1):
-        raise ValueError("must be host:port, such as 127.0.0.1:50061")
+def _target(value: str) -> str:
+    if not is_host_port(value.removeprefix(DNS_SCHEME), lowest_port=1):
+        raise ValueError("must be host:port, or dns:///host:port for every address of the name")
     return value
 
 
 def _otlp_endpoint(value: str) -> str:
-    if not _is_host_port(value.removeprefix("https://").removeprefix("http://").removesuffix("/"), lowest_port=1):
+    if not is_host_port(value.removeprefix("https://").removeprefix("http://").removesuffix("/"), lowest_port=1):
         raise ValueError("must be host:port, http://host:port or https://host:port, such as 127.0.0.1:4317")
     return value
 
@@ -102,17 +104,19 @@ def _api_key(value: SecretStr) -> SecretStr:
     return value
 
 
-def _is_host_port(text: str, lowest_port: int) -> bool:
+def is_host_port(text: str, lowest_port: int) -> bool:
     """Whether it is host:port; an IPv6 host stands in brackets."""
     match = re.fullmatch(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):([0-9]{1,5})", text)
     return match is not None and lowest_port <= int(match[1]) <= 65_535
 
 
 ListenAddress = Annotated[str, AfterValidator(_listen_address)]
-PeerAddress = Annotated[str, AfterValidator(_peer_address)]
-Addresses = Annotated[tuple[PeerAddress, ...], NoDecode, BeforeValidator(_split_commas)]
+Target = Annotated[str, AfterValidator(_target)]
+Targets = Annotated[tuple[Target, ...], NoDecode, BeforeValidator(_split_commas)]
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)]
 OtlpEndpoint = Annotated[str, AfterValidator(_otlp_endpoint)]
 ApiKey = Annotated[SecretStr, AfterValidator(_api_key)]
+ApiKeys = Annotated[tuple[ApiKey, ...], NoDecode, BeforeValidator(_split_commas)]
 
 
 class _Frozen(BaseModel):
@@ -130,6 +134,8 @@ class ModelConfig(_Frozen):
     """Prepared folder; set by `kvferry` for its child processes, otherwise found from `name`."""
     served_name: str | None = None
     """Name clients use; the last part of `name`, without .gguf, when unset."""
+    aliases: Names = ()
+    """Other names clients may use."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of weights, activations and KV blocks; all workers of a cluster agree."""
     cache_dir: Path = Path("~/.cache/kvferry")
@@ -152,10 +158,19 @@ class RouterConfig(_Frozen):
     """host:port of the gRPC server, which clients talk to; port 0 is any free one."""
     http_listen: ListenAddress = "127.0.0.1:8000"
     """host:port of the HTTP server; port 0 is any free one."""
-    prefill: Addresses = ()
-    """host:port of every prefill worker."""
-    decode: Addresses = ()
-    """host:port of every decode worker."""
+    prefill: Targets = ()
+    """host:port of every prefill worker; dns:///host:port stands for every address the name has, and is followed."""
+    decode: Targets = ()
+    """host:port of every decode worker, or dns:///host:port."""
+    accept_joins: bool = False
+    """Whether workers that are not listed may join (`join.routers` of theirs). Whoever can join is sent prompts."""
+    join_keys: ApiKeys = ()
+    """Keys of which a worker must show one to join; needed where there are tenants."""
+    local_prefill: bool | None = None
+    """Whether decode workers compute prompts themselves, without prefill workers. When unset: where none is listed and
+    none can join."""
+    dns_refresh_s: float = Field(default=5.0, ge=0.1, le=3600.0)
+    """How often dns:/// names are resolved anew."""
     max_request_bytes: int = Field(default=4 << 20, ge=1024, le=1 << 30)
     """Largest request message; larger ones are refused before any work."""
     max_queue: int = Field(default=1024, ge=1)
@@ -166,6 +181,31 @@ class RouterConfig(_Frozen):
     """How long a request whose tokens are under way waits for a worker to come back; long enough for a restart."""
     retry_budget: float = Field(default=0.1, ge=0.0, le=1.0)
     """Retries without progress as a share of requests."""
+    min_moved_tokens: int = Field(default=16, ge=0)
+    """From how many output tokens on a sequence leaves a draining decode worker with its blocks, shipped from there;
+    one with fewer is computed again by a prefill worker. 0: all are."""
+
+    @property
+    def has_local_prefill(self) -> bool:
+        """Whether decode workers compute prompts themselves."""
+        return not (self.prefill or self.accept_joins) if self.local_prefill is None else self.local_prefill
+
+    @model_validator(mode="after")
+    def _has_use_for_prefill(self) -> Self:
+        if self.local_prefill and self.prefill:
+            raise ValueError("local_prefill must not be true where prefill workers are listed: they would do nothing")
+        return self
+
+
+class JoinConfig(_Frozen):
+    """How a worker makes itself known; not needed where its routers list it."""
+
+    routers: Targets = ()
+    """host:port of every router, or dns:///host:port; the worker keeps a connection to each."""
+    key: ApiKey | None = None
+    """One of `router.join_keys` of theirs."""
+    dns_refresh_s: float = Field(default=5.0, ge=0.1, le=3600.0)
+    """How often dns:/// names are resolved anew."""
 
 
 class EngineConfig(_Frozen):
@@ -417,7 +457,12 @@ EXAMPLE_SHIPPING_FAULT: Mapping[str, object] = MappingProxyType(
     {"kind": "delay", "block_index": 2, "nth": 1, "attempt": 1, "delay_s": 0.5}
 )
 
+EXAMPLE_MODEL: Mapping[str, object] = MappingProxyType(
+    {"name": "/models/llama-3.2-1b", "served_name": "llama", "aliases": ("default",), "dtype": "bfloat16"}
+)
+
 _TABLES_OF_LISTS: Mapping[str, type[BaseModel]] = {
+    "models": ModelConfig,
     "tiers": TierConfig,
     "tenants": TenantConfig,
     "faults.shipping": ShippingFaultConfig,
@@ -443,7 +488,12 @@ class Config(BaseSettings):
     )
 
     model: ModelConfig = ModelConfig()
+    models: tuple[ModelConfig, ...] = Field(
+        default=(),
+        description="Further models behind the router, one [[models]] table each; a worker serves [model] alone.",
+    )
     router: RouterConfig = RouterConfig()
+    join: JoinConfig = JoinConfig()
     engine: EngineConfig = EngineConfig()
     transfer: TransferConfig = TransferConfig()
     tiers: tuple[TierConfig, ...] = DEFAULT_TIERS
@@ -488,17 +538,47 @@ class Config(BaseSettings):
                     raise ValueError(f"tenants: {owner} and {tenant.name} have one API key in common")
         return self
 
+    @model_validator(mode="after")
+    def _models_are_consistent(self) -> Config:
+        names = [name for model in self.served_models for name in (model.public_name, *model.aliases)]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"models: names and aliases must differ, {', '.join(twice)} stands for more than one")
+        return self
+
+    @model_validator(mode="after")
+    def _joins_are_guarded(self) -> Config:
+        if self.router.accept_joins and self.tenants and not self.router.join_keys:
+            raise ValueError("router.join_keys must be set where there are tenants and workers may join")
+        return self
+
+    @property
+    def served_models(self) -> tuple[ModelConfig, ...]:
+        """All models behind the router, the default one first."""
+        return (self.model, *self.models)
+
+    def of_model(self, model: ModelConfig) -> Config:
+        """A copy for a worker of one of the models."""
+        return _validated({**self.model_dump(), "model": model.model_dump(), "models": ()})
+
+    def with_models(self, models: Sequence[ModelConfig]) -> Config:
+        """A copy with other models, the default one first."""
+        first, *others = (model.model_dump() for model in models)
+        return _validated({**self.model_dump(), "model": first, "models": others})
+
     @property
     def has_keys(self) -> bool:
         """Whether any API key is in it."""
-        return self.client.api_key is not None or any(tenant.api_keys for tenant in self.tenants)
+        own = (self.client.api_key, self.join.key, *self.router.join_keys)
+        return any(own) or any(tenant.api_keys for tenant in self.tenants)
 
     def without_keys(self) -> Config:
-        """A copy for processes that never check a key."""
+        """A copy for workers, which check no key; the one they join with stays."""
         values = self.model_dump()
         for tenant in values["tenants"]:
             tenant["api_keys"] = ()
         values["client"]["api_key"] = None
+        values["router"] |= {"join_keys": (), "accept_joins": False}
         return _validated(values)
 
     @property
@@ -557,15 +637,23 @@ def child_environment(num_threads: int) -> dict[str, str]:
 def to_toml(config: Config, *, show_keys: bool = False) -> str:
     """The effective values as TOML; `load_config` of it gives an equal Config, but for API keys that are hidden.
 
-    Above each key stands what it means. Unset values, and hidden ones, are comments; so are examples of a tenant and of
-    a fault where there is none.
+    Above each key stands what it means. Unset values, and hidden ones, are comments; so are examples of a model, of a
+    tenant and of a fault where there is none.
     """
     values = config.model_dump(mode="json")
+
+    def shown(keys: Sequence[SecretStr]) -> object:
+        return [key.get_secret_value() for key in keys] if show_keys or not keys else Hidden(len(keys))
+
+    def shown_one(key: SecretStr | None) -> object:
+        return None if key is None else key.get_secret_value() if show_keys else Hidden(1)
+
     for tenant, written in zip(config.tenants, values["tenants"], strict=True):
-        keys = [key.get_secret_value() for key in tenant.api_keys]
-        written["api_keys"] = keys if show_keys or not keys else Hidden(len(keys))
-    if config.client.api_key is not None:
-        values["client"]["api_key"] = config.client.api_key.get_secret_value() if show_keys else Hidden(1)
+        written["api_keys"] = shown(tenant.api_keys)
+    values["router"]["join_keys"] = shown(config.router.join_keys)
+    values["join"]["key"] = shown_one(config.join.key)
+    values["client"]["api_key"] = shown_one(config.client.api_key)
+    values["models"] = values["models"] or Example(EXAMPLE_MODEL)
     values["tenants"] = values["tenants"] or Example(EXAMPLE_TENANT)
     values["faults"]["shipping"] = values["faults"]["shipping"] or Example(EXAMPLE_SHIPPING_FAULT)
     return toml_document(values, _key_docs())
@@ -623,7 +711,7 @@ def _explain(error: ValidationError) -> InvalidArgument:
 
 def _may_be_secret(location: Sequence[str]) -> bool:
     is_tenants = location[:1] == ["tenants"] and location[-1] not in SAFE_TENANT_KEYS
-    return is_tenants or location[:1] == ["client"]
+    return is_tenants or location[:1] == ["client"] or location[:2] in (["router", "join_keys"], ["join", "key"])
 
 
 def _known_keys() -> list[str]:
@@ -637,7 +725,7 @@ def _key_docs() -> dict[str, str]:
     for section, field in Config.model_fields.items():
         inner = _TABLES_OF_LISTS.get(section) or field.annotation
         assert isinstance(inner, type) and issubclass(inner, BaseModel)
-        docs[section] = inner.__doc__ or ""
+        docs[section] = field.description or inner.__doc__ or ""
         docs |= _docs_below(section, inner)
     return docs
 

@@ -10,7 +10,8 @@
     ├── ResourceExhausted     no room now (or never, then `retry_after_s` is None)
     ├── Unavailable           a peer is gone or not there yet
     │   ├── TargetUnavailable the decode worker a prefill was to ship to
-    │   └── WorkerDraining    a worker that takes no new work, or has let go of what ran
+    │   ├── WorkerDraining    a worker that takes no new work, or has let go of what ran
+    │   └── RouterDraining    a router that does so
     ├── DeadlineExceeded      the deadline passed, also while waiting in a queue
     ├── Cancelled             the caller went away
     ├── DataLoss              a block's digest stayed wrong after a repeat
@@ -109,6 +110,12 @@ class WorkerDraining(Unavailable):
     """A worker takes no new work, or has ended what ran for others to go on with: an order, and no fault of its own."""
 
     reason = "WORKER_DRAINING"
+
+
+class RouterDraining(Unavailable):
+    """A router takes no new requests, or has ended what ran for clients to go on at another: an order, and no fault."""
+
+    reason = "ROUTER_DRAINING"
 
 
 class DeadlineExceeded(KvferryError):

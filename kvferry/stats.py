@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class ShipCounters:
-    """Blocks one worker sent, or received and verified, since its start; bytes of their contents; wrong digests."""
+    """Of one worker since its start: sequences it shipped to the end, blocks it sent, or received and verified, bytes
+    of their contents, wrong digests."""
 
+    num_sequences: int = 0
     num_blocks: int = 0
     num_bytes: int = 0
     num_nacks: int = 0

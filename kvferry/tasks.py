@@ -25,6 +25,10 @@ class Changes:
         event, self._next = self._next, asyncio.Event()
         event.set()
 
+    async def wait_next(self) -> None:
+        """Returns at the next change."""
+        await self.wait_beyond(self.number)
+
     async def wait_beyond(self, number: int, timeout_s: float | None = None) -> None:
         """Returns when there is a later change than `number`, or after `timeout_s`."""
         with suppress(TimeoutError):

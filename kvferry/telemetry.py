@@ -89,6 +89,7 @@ class Attributes:
     REQUEST_ID = "kvferry.request.id"
     ATTEMPT = "kvferry.attempt"
     CHOICE = "kvferry.choice"
+    MOVED_FROM = "kvferry.moved_from"
     TIER = "kvferry.tier"
     NUM_TOKENS = "kvferry.num_tokens"
     NUM_BLOCKS = "kvferry.num_blocks"

@@ -7,7 +7,11 @@ call and nothing else.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterator
+from itertools import islice
 
+from kvferry.block_changes import BlockChanges, NumberedChanges
+from kvferry.block_hash import HASH_BYTES
 from kvferry.errors import InvalidArgument
 from kvferry.kv_layout import DTYPE_BYTES, KvLayout
 from kvferry.sampling import BeamParams, Finish, FinishKind, SamplingParams
@@ -17,6 +21,9 @@ from proto.kvferry.v1 import cache_pb2, types_pb2, worker_pb2
 
 MAX_CHOICES = 256
 """Most choices or beams of one request that a worker takes: all are made at once when the prompt is done."""
+
+MAX_HASHES_PER_MESSAGE = 4_096
+"""Block hashes of one message: 140 KB, far below gRPC's 4 MiB, and a millisecond or two of an event loop's time."""
 
 _REASONS: dict[FinishKind, types_pb2.FinishReason] = {
     FinishKind.END_OF_SEQUENCE: types_pb2.FINISH_REASON_END_OF_SEQUENCE,
@@ -207,9 +214,14 @@ def spec_from_pb(message: worker_pb2.SequenceSpec) -> SequenceSpec:
     )
 
 
-def load_to_pb(stats: EngineStats, shipped: ShipCounters, *, num_waiting_grants: int = 0) -> worker_pb2.WorkerLoad:
-    """Message of a worker's figures; sequences and grants that wait are one number. On any thread."""
-    memory = stats.memory
+def load_to_pb(
+    stats: EngineStats, shipped: ShipCounters, *, num_waiting_grants: int = 0, moved: ShipCounters | None = None
+) -> worker_pb2.WorkerLoad:
+    """Message of a worker's figures; sequences and grants that wait are one number. On any thread.
+
+    `moved`: what a decode worker shipped on.
+    """
+    memory, moved = stats.memory, moved or ShipCounters()
     return worker_pb2.WorkerLoad(
         num_running=stats.num_running,
         num_waiting=stats.num_waiting + num_waiting_grants,
@@ -224,6 +236,8 @@ def load_to_pb(stats: EngineStats, shipped: ShipCounters, *, num_waiting_grants:
         num_blocks_shipped=shipped.num_blocks,
         shipped_bytes=shipped.num_bytes,
         num_nacks=shipped.num_nacks,
+        num_moved_sequences=moved.num_sequences,
+        num_blocks_moved=moved.num_blocks,
         num_evictions=stats.num_evictions,
         num_recompute_preemptions=memory.num_recompute_preemptions,
         num_swap_preemptions=memory.num_swap_preemptions,
@@ -290,3 +304,41 @@ def _tenant_to_pb(tenant: TenantMemory) -> cache_pb2.TenantMemory:
         num_queried_tokens=tenant.num_queried_tokens,
         num_hit_tokens=tenant.num_hit_tokens,
     )
+
+
+def block_changes_to_pb(changes: BlockChanges) -> Iterator[worker_pb2.WatchBlocksResponse]:
+    """Messages of changes, each of one kind and bounded, made one by one; epoch and number are the stream's to set."""
+    if changes.is_reset:
+        yield worker_pb2.WatchBlocksResponse(cleared=worker_pb2.BlocksCleared())
+    for hashes in _parts(changes.removed):
+        yield worker_pb2.WatchBlocksResponse(removed=worker_pb2.BlocksRemoved(block_hashes=hashes))
+    for hashes in _parts(changes.stored):
+        yield worker_pb2.WatchBlocksResponse(stored=worker_pb2.BlocksStored(block_hashes=hashes))
+
+
+def _parts(hashes: Collection[bytes]) -> Iterator[list[bytes]]:
+    rest = iter(hashes)
+    while part := list(islice(rest, MAX_HASHES_PER_MESSAGE)):
+        yield part
+
+
+def numbered_changes_from_pb(message: worker_pb2.WatchBlocksResponse) -> NumberedChanges:
+    """Raises InvalidArgument for an event that is unknown and for hashes of another length."""
+    match message.WhichOneof("event"):
+        case "stored":
+            changes = BlockChanges(stored=_hashes("stored.block_hashes", message.stored.block_hashes))
+        case "removed":
+            changes = BlockChanges(removed=_hashes("removed.block_hashes", message.removed.block_hashes))
+        case "cleared":
+            changes = BlockChanges(is_reset=True)
+        case _:
+            raise InvalidArgument("event", "is not set, or unknown to this version")
+    return NumberedChanges(message.epoch, message.sequence_number, changes)
+
+
+def _hashes(field: str, found: Collection[bytes]) -> tuple[bytes, ...]:
+    hashes = tuple(found)
+    for one in hashes:
+        if len(one) != HASH_BYTES:
+            raise InvalidArgument(field, f"a hash has {HASH_BYTES} bytes, one here has {len(one)}")
+    return hashes

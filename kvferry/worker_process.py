@@ -20,15 +20,19 @@ from typing import Protocol
 import grpc.aio
 
 from kvferry import __version__
+from kvferry.block_changes import BlockFeed
 from kvferry.config import Config, load_config
 from kvferry.drain import WorkerDrain
 from kvferry.errors import KvferryError, WorkerDraining
 from kvferry.host_memory import keep_message_buffers
+from kvferry.join import Joining, RouterJoins
 from kvferry.kv_layout import KvLayout
+from kvferry.moves import MovedSequences
 from kvferry.process import StopSignals, print_ready
 from kvferry.rpc import RpcServer, check_can_listen, run
-from kvferry.rpc.listen import parse_address
+from kvferry.rpc.listen import WILDCARD_HOSTS, parse_address
 from kvferry.step_log import MappedStepLog, NoStepLog, StepLog
+from kvferry.tasks import Changes
 from kvferry.telemetry import Telemetry, configure_logging, log_event, start_telemetry
 from kvferry.wire import layout_to_pb
 from kvferry.worker import WorkerIdentity, WorkerState
@@ -38,7 +42,6 @@ from proto.kvferry.v1 import cache_pb2_grpc, types_pb2, worker_pb2, worker_pb2_g
 
 logger = logging.getLogger(__name__)
 
-WILDCARD_HOSTS = ("0.0.0.0", "[::]")  # noqa: S104 - compared with, not bound
 LINK_METHOD = "Link"
 """A shipment's control stream between two workers lives as long as they do."""
 HEALTH_INTERVAL_S = 0.5
@@ -54,6 +57,7 @@ class WorkerContext:
     state: WorkerState
     telemetry: Telemetry
     step_log: StepLog
+    moves: MovedSequences
 
 
 class WorkerRole(Protocol):
@@ -69,6 +73,9 @@ class WorkerRole(Protocol):
     @property
     def memory(self) -> MemoryAdmin: ...
 
+    @property
+    def blocks(self) -> BlockFeed: ...
+
     def add_to(self, server: grpc.aio.Server) -> None:
         """Adds its servicers."""
 
@@ -76,6 +83,9 @@ class WorkerRole(Protocol):
         """Learns where peers reach it."""
 
     def load(self) -> worker_pb2.WorkerLoad: ...
+
+    def keep_moved(self) -> None:
+        """What still runs is about to end, to go on elsewhere: keeps what is worth shipping (`kvferry/moves.py`)."""
 
     def is_alive(self) -> bool:
         """False while its step loop is stuck."""
@@ -181,16 +191,24 @@ class RunningWorker:
     context: WorkerContext
     role: WorkerRole
     server: RpcServer
+    drain: WorkerDrain
     address: str
     health: asyncio.Task[None]
+    joins: RouterJoins
 
     async def stop(self, grace_s: float = 0.0, hurry: asyncio.Event | None = None) -> None:
-        """No new work; what runs gets `grace_s`, less once `hurry` is set, and ends with a status after that."""
+        """No new work; what runs gets `grace_s`, and then the progress timeout to move, less once `hurry` is set.
+
+        What is left after that ends with a status.
+        """
         self.context.state.end()
         self.health.cancel()  # else it might overtake what the drain says
         await asyncio.wait([self.health])
+        await self.server.set_serving(False)
+        await self.drain.end(grace_s, self.context.config.transfer.progress_timeout_s, hurry)
         name = self.context.identity.worker_id
-        await self.server.drain(grace_s, hurry, WorkerDraining(f"worker {name} is shutting down; moved"))
+        await self.server.drain(0.0, hurry, WorkerDraining(f"worker {name} is shutting down; moved"))
+        await self.joins.close()
         await self.role.close()
 
 
@@ -218,20 +236,28 @@ async def start_worker(
     if faults := config.faults.of_role(role):
         log_event(logger, "faults_on", level=logging.WARNING, faults=faults)
     state = WorkerState()
-    context = WorkerContext(config, WorkerIdentity.new(worker_id, role), state, telemetry, step_log or NoStepLog())
+    work_changes = Changes()
+    moves = MovedSequences(work_changes)
+    identity = WorkerIdentity.new(worker_id, role)
+    context = WorkerContext(config, identity, state, telemetry, step_log or NoStepLog(), moves)
     opened = open_role(context)
-    server = RpcServer(tracer=telemetry.tracer, background_methods=BACKGROUND_METHODS | {LINK_METHOD})
+    server = RpcServer(
+        tracer=telemetry.tracer, background_methods=BACKGROUND_METHODS | {LINK_METHOD}, changes=work_changes
+    )
     opened.add_to(server.grpc)
-    drain = WorkerDrain(context.identity, state, server.calls, config.shutdown.grace_s)
-    servicer = WorkerServicer(context.identity, state, drain, opened.capabilities, opened.load, opened.is_alive)
+    drain = WorkerDrain(identity, state, server.calls, moves, opened.keep_moved, config.shutdown.grace_s)
+    servicer = WorkerServicer(identity, state, drain, opened.capabilities, opened.load, opened.is_alive, opened.blocks)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
     cache_pb2_grpc.add_WorkerCacheServiceServicer_to_server(WorkerCacheServicer(opened.memory), server.grpc)
     try:
-        address = await server.start(listen, (*opened.services, WORKER_SERVICE, WORKER_CACHE_SERVICE))
+        bound = await server.start(listen, (*opened.services, WORKER_SERVICE, WORKER_CACHE_SERVICE))
+        address = advertise or bound
+        joins = RouterJoins(config.join, Joining(context.identity, address, config.transfer.progress_timeout_s))
     except BaseException:
         await opened.close()
         raise
-    opened.on_bound(advertise or address)
+    opened.on_bound(address)
+    joins.start()
     health = asyncio.create_task(_tell_health(server, state, opened.is_alive))
     log_event(logger, "serving", address=address, model=config.model.public_name, epoch=context.identity.epoch)
-    return RunningWorker(context, opened, server, advertise or address, health)
+    return RunningWorker(context, opened, server, drain, address, health, joins)

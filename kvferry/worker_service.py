@@ -1,11 +1,17 @@
-"""What every worker answers: the Watch stream that is its membership, and orders to drain."""
+"""What every worker answers: the Watch stream that is its membership, what its prefix cache holds, and orders to drain.
+
+`WatchBlocks` is a stream of its own: a snapshot of a large pool, or a router that reads slowly, never delays a status.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
+from kvferry.block_changes import BlockFeed
 from kvferry.drain import WorkerDrain
+from kvferry.wire import block_changes_to_pb
 from kvferry.worker import WorkerIdentity, WorkerState, check_progress_timeout
 from proto.kvferry.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
@@ -13,7 +19,7 @@ if TYPE_CHECKING:  # subscripted at type-check time only; at run time the class 
     from grpc.aio import ServicerContext
 
 WORKER_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
-BACKGROUND_METHODS = frozenset({"Watch", "Drain"})
+BACKGROUND_METHODS = frozenset({"Watch", "WatchBlocks", "Drain"})
 """Streams that tell of the worker: its own end does not wait for them."""
 
 MAX_STATUS_INTERVAL_S = 1.0
@@ -21,7 +27,7 @@ MAX_STATUS_INTERVAL_S = 1.0
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """Sends statuses to every router that watches, and drains.
+    """Sends statuses and changes of the published blocks to every router that watches, and drains.
 
     Args:
         identity: who this is.
@@ -30,6 +36,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         capabilities: what it serves.
         load: current figures; called once a status.
         is_alive: False while the step loop is stuck; then nothing is sent and the watchers' deadlines pass.
+        blocks: the published blocks.
     """
 
     def __init__(
@@ -40,6 +47,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         capabilities: types_pb2.Capabilities,
         load: Callable[[], worker_pb2.WorkerLoad],
         is_alive: Callable[[], bool],
+        blocks: BlockFeed,
     ) -> None:
         self._identity = identity
         self._state = state
@@ -47,6 +55,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._capabilities = capabilities
         self._load = load
         self._is_alive = is_alive
+        self._blocks = blocks
 
     async def Watch(  # type: ignore[override]  # a coroutine that writes
         self,
@@ -60,6 +69,20 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             if self._is_alive():
                 await context.write(self._status())
             await self._state.changes.wait_beyond(number, interval_s)
+
+    async def WatchBlocks(  # type: ignore[override]  # a coroutine that writes
+        self,
+        request: worker_pb2.WatchBlocksRequest,
+        context: ServicerContext[worker_pb2.WatchBlocksRequest, worker_pb2.WatchBlocksResponse],
+    ) -> None:
+        del request
+        sequence_number = 0
+        async with aclosing(self._blocks.watch()) as feed:
+            async for changes in feed:
+                for message in block_changes_to_pb(changes):
+                    sequence_number += 1
+                    message.epoch, message.sequence_number = self._identity.epoch, sequence_number
+                    await context.write(message)
 
     async def Drain(  # type: ignore[override]  # a coroutine that writes
         self,

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import grpc.aio
 
+from engine.block_feed import EngineBlockFeed
 from engine.mailboxes import Mailboxes
 from engine.memory_admin import EngineMemoryAdmin
 from engine.opening import open_core, open_loop
+from kvferry.block_changes import BlockFeed
+from kvferry.spec import SequenceSpec
 from kvferry.wire import load_to_pb
 from kvferry.worker_process import WorkerContext, capabilities_of
-from kvtransfer.budget import ByteBudget
-from kvtransfer.faults import NO_FAULTS, Faults, faults_of
-from kvtransfer.handshake import terms_of
-from kvtransfer.transport import SendOptions
-from prefill_svc.peers import DecodePeers
-from prefill_svc.service import PrefillServicer
+from kvtransfer.faults import NO_FAULTS, Faults
+from prefill_svc.opening import open_prefill_servicer
 from proto.kvferry.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
 
@@ -24,35 +23,18 @@ class PrefillRole:
     services = ("kvferry.v1.PrefillService",)
 
     def __init__(self, context: WorkerContext, faults: Faults = NO_FAULTS) -> None:
+        self._context = context
         self._config = context.config
         self.core = open_core(context.config, digests=True)
         self.core.step_log = context.step_log
         mailboxes = Mailboxes()
         self.engine = open_loop(self.core, mailboxes.deliver, kill_at_step=context.config.faults.kill_prefill_at_step)
         self.memory = EngineMemoryAdmin(self.engine)
-        transfer, identity = context.config.transfer, context.identity
-        terms = terms_of(transfer, self.core.layout)
-        self._peers = DecodePeers(
-            context.telemetry,
-            terms.hello(identity.worker_id, identity.epoch, transfer.progress_timeout_s),
-            ByteBudget(transfer.max_inflight_bytes),
-            transfer.max_inflight_bytes_per_peer,
-        )
-        options = SendOptions(
-            max_frame_bytes=transfer.max_frame_bytes,
-            is_alive=self.is_alive,
-            faults=Faults((*faults_of(context.config.faults).faults, *faults.faults)),
-        )
-        self.servicer = PrefillServicer(
-            self.engine,
-            mailboxes,
-            self._peers,
-            context.identity,
-            context.state,
-            context.telemetry,
-            options,
-            self.is_alive,
-        )
+        self.blocks: BlockFeed = EngineBlockFeed(self.engine)
+        self.servicer = open_prefill_servicer(context, self.engine, mailboxes, self._admit, self.is_alive, faults)
+
+    def _admit(self, _: SequenceSpec) -> None:
+        self._context.state.check_admits(self._context.identity)
 
     @property
     def capabilities(self) -> types_pb2.Capabilities:
@@ -70,9 +52,12 @@ class PrefillRole:
     def load(self) -> worker_pb2.WorkerLoad:
         return load_to_pb(self.core.stats(), self.servicer.counters)
 
+    def keep_moved(self) -> None:
+        """Nothing: what a prefill worker computed is on its way to a decode worker, and found there."""
+
     def is_alive(self) -> bool:
         return not self.engine.is_stuck(self._config.engine.max_step_s)
 
     async def close(self) -> None:
         self.engine.stop()
-        await self._peers.close()
+        await self.servicer.close()

@@ -1,4 +1,4 @@
-"""The prefill worker's call. Prefill owns one attempt: its sequence, its blocks and its shipment.
+"""The call of a worker that ships. Prefill owns one attempt: its sequence, its blocks and its shipment.
 
     request ─► queue by tier ─► chunks, each shipped while the next computes ─► first token ─► commit ─► done
 
@@ -31,7 +31,7 @@ from kvferry.stats import ShipCounters
 from kvferry.tasks import run_until_first
 from kvferry.telemetry import Attributes, SpanNames, Telemetry, context_of
 from kvferry.wire import finish_to_pb, spec_from_pb
-from kvferry.worker import WorkerIdentity, WorkerState, check_progress_timeout
+from kvferry.worker import check_progress_timeout
 from kvtransfer.budget import ShipRank
 from kvtransfer.faults import CommittedFault, log_fault
 from kvtransfer.grpc_transport import GrpcShipment
@@ -97,11 +97,10 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
     """Prefill calls of one worker.
 
     Args:
-        engine: the step loop.
+        engine: the step loop; its scheduler preempts no sequence that is held, or will be.
         mailboxes: where the engine's outputs arrive.
         peers: channels to decode workers.
-        identity: who this is.
-        state: draining or not.
+        admit: raises what keeps this worker from taking an attempt.
         telemetry: spans.
         options: how shipments are sent.
         is_alive: False while the step loop is stuck; no heartbeat is sent then.
@@ -112,8 +111,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
         engine: EngineLoop,
         mailboxes: Mailboxes,
         peers: DecodePeers,
-        identity: WorkerIdentity,
-        state: WorkerState,
+        admit: Callable[[SequenceSpec], None],
         telemetry: Telemetry,
         options: SendOptions,
         is_alive: Callable[[], bool],
@@ -121,8 +119,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
         self.engine = engine
         self.mailboxes = mailboxes
         self.peers = peers
-        self.identity = identity
-        self.state = state
+        self.admit = admit
         self.telemetry = telemetry
         self.options = options
         self.is_alive = is_alive
@@ -139,17 +136,21 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
     async def Prefill(  # type: ignore[override]  # a coroutine that writes
         self, request: worker_pb2.PrefillRequest, context: Context
     ) -> None:
-        self.state.check_admits(self.identity)
         timeout_s = request.progress_timeout_s
         check_progress_timeout("progress_timeout_s", timeout_s)
         spec = spec_from_pb(request.sequence)
         target = _target_of(request, spec)
+        self.admit(spec)
         async with self._queued(spec, hold=target is not None) as sequence:
             run = _PrefillRun(self, spec, sequence, target, timeout_s)
             async with HeartbeatWriter(
                 context.write, run.heartbeat, interval_s=timeout_s / 3, stall_timeout_s=timeout_s, peer="the router"
             ) as writer:
                 await run.run(writer)
+
+    async def close(self) -> None:
+        """Ends its channels; shipments that still run are cancelled."""
+        await self.peers.close()
 
     @asynccontextmanager
     async def _queued(self, spec: SequenceSpec, *, hold: bool) -> AsyncIterator[Sequence]:
@@ -239,6 +240,7 @@ class _PrefillRun:
             finally:
                 self._service.count(sender.summary)
                 span.set_attributes(_ship_attributes(sender.summary))
+        self._service.counters.num_sequences += 1
         await self._perform(self._task.on_shipped(summary), writer)
 
     def _drop_unsound(self, block_index: int | None) -> None:
@@ -299,10 +301,7 @@ class _PrefillRun:
 
 
 def _target_of(request: worker_pb2.PrefillRequest, spec: SequenceSpec) -> worker_pb2.ShipTarget | None:
-    """Where the blocks go; raises InvalidArgument where this worker would have to decode.
-
-    A batch that decodes may preempt, and blocks that are on their way out must stay as they are.
-    """
+    """Where the blocks go; raises InvalidArgument where this call would have to decode, which is Decode's to do."""
     if request.HasField("target"):
         if not request.target.address:
             raise InvalidArgument("target.address", "must be host:port")

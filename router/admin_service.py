@@ -111,8 +111,9 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return worker
 
     def _check_not_last(self, worker: Worker) -> None:
-        """Raises FailedPrecondition where no other worker of its role would take requests."""
-        if self._membership.ready(worker.role) == [worker]:
+        """Raises FailedPrecondition where no other worker of its role would take requests of its model."""
+        ready = [other for other in self._membership.ready(worker.role) if other.model == worker.model]
+        if ready == [worker]:
             raise FailedPrecondition(
                 f"{worker.name} is the last ready {worker.role.value} worker: without it requests are refused; "
                 "start or undrain another one, or drain it all the same by force (--force)",

@@ -1,4 +1,4 @@
-"""Whose call it is: the API key in its metadata, `authorization: Bearer KEY`, names the tenant.
+"""Whose call it is: the API key in its metadata, `authorization: Bearer KEY`, names the tenant, or lets a worker join.
 
 A tenant is never taken from the caller's word; a request may only repeat what its key says. Keys are compared in
 constant time, all of them on every call, and appear in no message, log line or span.
@@ -11,7 +11,7 @@ import hmac
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvferry.config import Config
+from kvferry.config import Config, RouterConfig
 from kvferry.errors import InvalidArgument, PermissionDenied, Unauthenticated
 
 AUTHORIZATION = "authorization"
@@ -79,14 +79,33 @@ class Authenticator:
         return named
 
 
+class JoinKeys:
+    """Knows the keys with which workers may join, as digests; without any, every worker may."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._digests = [_digest(key.get_secret_value()) for key in config.join_keys]
+
+    def check(self, metadata: Metadata | None) -> None:
+        """Raises Unauthenticated where keys are configured and the call carries none of them."""
+        if not self._digests:
+            return
+        digest = _digest(_key(metadata or (), NO_JOIN_KEY))
+        if not any([hmac.compare_digest(known, digest) for known in self._digests]):  # all of them, in constant time
+            raise Unauthenticated("the join key is not known to this router")
+
+
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _key(metadata: Metadata) -> str:
+NO_JOIN_KEY = "a join key is needed: the worker's join.key must be one of the router's router.join_keys"
+NO_API_KEY = "an API key is needed: send the metadata `authorization: Bearer KEY` (`--api-key`)"
+
+
+def _key(metadata: Metadata, if_none: str = NO_API_KEY) -> str:
     values = [value for name, value in metadata if name.lower() == AUTHORIZATION]
     if not values:
-        raise Unauthenticated("an API key is needed: send the metadata `authorization: Bearer KEY` (`--api-key`)")
+        raise Unauthenticated(if_none)
     if len(values) > 1:
         raise Unauthenticated("the metadata has more than one `authorization`")
     value = values[0] if isinstance(values[0], str) else values[0].decode("utf-8", "surrogateescape")

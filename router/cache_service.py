@@ -6,15 +6,17 @@ One worker's failure is its entry's `error`, never the call's: the others have d
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from kvferry.config import Config
 from kvferry.errors import InvalidArgument, KvferryError, Unavailable
 from proto.kvferry.v1 import cache_pb2 as pb
 from proto.kvferry.v1 import cache_pb2_grpc, inference_pb2
 from router.auth import Authenticator, Tenant
 from router.membership import Membership
-from router.validation import Limits, Prompt, Request, validate
+from router.models import Models
+from router.validation import Limits, Request, validate
 from router.worker import MemberState, Worker
 
 if TYPE_CHECKING:  # subscripted at type-check time only; at run time the class is not generic
@@ -27,8 +29,6 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
 WORKER_TIMEOUT_S = 10.0
 """A worker answers between two steps; one that takes longer than this is reported as such."""
 MAX_PIN_NAME_CHARS = 128
-
-Tokenize = Callable[[Prompt, Limits], Coroutine[Any, Any, Sequence[int]]]
 
 _Question = TypeVar("_Question")
 _Answer = TypeVar("_Answer")
@@ -45,26 +45,17 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     """Serves operators and tenants.
 
     Args:
-        authenticator: whose call it is.
-        membership: the workers.
-        tier_names: by rank.
-        limits: what requests are checked against; raises Unavailable until a worker was seen.
-        tokenize: token ids of a prompt.
+        config: tiers and tenants.
+        membership: all workers.
+        models: what a prefix may be of.
     """
 
-    def __init__(
-        self,
-        authenticator: Authenticator,
-        membership: Membership,
-        tier_names: dict[int, str],
-        limits: Callable[[], Limits],
-        tokenize: Tokenize,
-    ) -> None:
-        self._authenticator = authenticator
+    def __init__(self, config: Config, membership: Membership, models: Models) -> None:
+        self._config = config
+        self._authenticator = Authenticator(config)
         self._membership = membership
-        self._tier_names = tier_names
-        self._limits = limits
-        self._tokenize = tokenize
+        self._models = models
+        self._tier_names = {tier.rank: tier.name for tier in config.tiers}
 
     async def GetMemory(
         self, request: pb.GetMemoryRequest, context: ServicerContext[pb.GetMemoryRequest, pb.GetMemoryResponse]
@@ -76,7 +67,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             response = await _call(worker, lambda stub: stub.Snapshot, pb.SnapshotRequest())
             return pb.WorkerMemory(memory=self._shown_to(tenant, response.memory))
 
-        return pb.GetMemoryResponse(workers=await self._of_all(tenant, ask, pb.WorkerMemory))
+        return pb.GetMemoryResponse(workers=await self._of(self._membership.workers, tenant, ask, pb.WorkerMemory))
 
     async def FlushPrefixCache(
         self,
@@ -88,7 +79,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         owner = self._authenticator.acting_for(tenant, request.tenant)
         flush = pb.FlushRequest(tenant=None if everybody else owner)
         return pb.FlushPrefixCacheResponse(
-            workers=await self._blocks_of_all(tenant, lambda worker: _call(worker, lambda stub: stub.Flush, flush))
+            workers=await self._blocks_of(
+                self._membership.workers, tenant, lambda worker: _call(worker, lambda stub: stub.Flush, flush)
+            )
         )
 
     async def PinPrefix(
@@ -97,9 +90,11 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         tenant = self._authenticator.tenant(context.invocation_metadata())
         owner = self._authenticator.acting_for(tenant, request.tenant)
         _check_pin_name(request.name)
-        limits = self._limits()
+        model = self._models.find(request.model)
+        limits = model.limits(self._config)
         prefix = _validated(request, limits)
-        token_ids = await self._tokenize(prefix.prompt, limits)
+        token_ids = await model.tokenize(prefix.prompt, limits)
+        workers = [worker for worker in self._membership.workers if worker.model in ("", model.name)]
         pin = pb.PinRequest(
             name=request.name,
             tenant=owner,
@@ -111,7 +106,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         return pb.PinPrefixResponse(
             num_tokens=len(token_ids),
             num_full_blocks=len(token_ids) // limits.block_size,
-            workers=await self._blocks_of_all(tenant, lambda worker: _call(worker, lambda stub: stub.Pin, pin)),
+            workers=await self._blocks_of(workers, tenant, lambda worker: _call(worker, lambda stub: stub.Pin, pin)),
         )
 
     async def UnpinPrefix(
@@ -122,7 +117,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         _check_pin_name(request.name)
         unpin = pb.UnpinRequest(name=request.name, tenant=owner)
         return pb.UnpinPrefixResponse(
-            workers=await self._blocks_of_all(tenant, lambda worker: _call(worker, lambda stub: stub.Unpin, unpin))
+            workers=await self._blocks_of(
+                self._membership.workers, tenant, lambda worker: _call(worker, lambda stub: stub.Unpin, unpin)
+            )
         )
 
     def _shown_to(self, tenant: Tenant, memory: pb.MemorySnapshot) -> pb.MemorySnapshot:
@@ -136,18 +133,22 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             tier.tier = self._tier_names.get(tier.rank, "")
         return shown
 
-    async def _blocks_of_all(
-        self, tenant: Tenant, call: Callable[[Worker], Coroutine[Any, Any, _Counted]]
+    async def _blocks_of(
+        self, workers: Iterable[Worker], tenant: Tenant, call: Callable[[Worker], Coroutine[Any, Any, _Counted]]
     ) -> list[pb.WorkerBlocks]:
         async def ask(worker: Worker) -> pb.WorkerBlocks:
             return pb.WorkerBlocks(num_blocks=(await call(worker)).num_blocks)
 
-        return await self._of_all(tenant, ask, pb.WorkerBlocks)
+        return await self._of(workers, tenant, ask, pb.WorkerBlocks)
 
-    async def _of_all(
-        self, tenant: Tenant, ask: Callable[[Worker], Coroutine[Any, Any, _Entry]], make_entry: type[_Entry]
+    async def _of(
+        self,
+        workers: Iterable[Worker],
+        tenant: Tenant,
+        ask: Callable[[Worker], Coroutine[Any, Any, _Entry]],
+        make_entry: type[_Entry],
     ) -> list[_Entry]:
-        """What every worker answers, with its name and, for administrators, address; an error where it does not."""
+        """What each of them answers, with its name and, for administrators, address; an error where it does not."""
 
         async def entry(worker: Worker) -> _Entry:
             try:
@@ -159,7 +160,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             found.address = worker.address if tenant.is_admin else ""
             return found
 
-        return list(await asyncio.gather(*(entry(worker) for worker in self._membership.workers)))
+        return list(await asyncio.gather(*(entry(worker) for worker in workers)))
 
 
 async def _call(

@@ -189,7 +189,7 @@ class PrefillCall(WorkerCall):
             case "first_token":
                 self._take_first_token(message.first_token)
             case "done":
-                self._context.post(PrefillDone(attempt))
+                self._context.post(PrefillDone(attempt, message.done.num_blocks_shipped))
                 return True
         return False
 
@@ -267,7 +267,9 @@ class DecodeCall(WorkerCall):
         match message.WhichOneof("event"):
             case "registered":
                 registered = message.registered
-                self._context.post(Registered(attempt, registered.epoch, registered.ship_address))
+                self._context.post(
+                    Registered(attempt, registered.epoch, registered.ship_address, registered.keeps_blocks)
+                )
             case "committed":
                 self._context.post(Committed(message.committed.attempt))
             case "tokens":

@@ -32,11 +32,12 @@ class NoWorkers:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """Decode knows the attempt and names where its blocks go."""
+    """Decode knows the attempt and names where its blocks go; `keeps_blocks`: they can be shipped on if it drains."""
 
     attempt: int
     epoch: int
     ship_address: str
+    keeps_blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class PrefillDone:
     """The shipment is acknowledged, or there was nothing to ship; the prefill call has ended."""
 
     attempt: int
+    num_blocks_shipped: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +168,19 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
+class MoveSource:
+    """A decode worker that drains and keeps the blocks of prompt and output, and its life."""
+
+    worker: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class ChooseWorkers:
     """Choose a pair for attempt number `attempt`, if possible without the workers in `excluding`.
 
-    `cause` is what ended the attempt before it; `is_resume`: the client has tokens of it.
+    `cause` is what ended the attempt before it; `is_resume`: the client has tokens of it; `source`: the prefill worker
+    to choose, if it is still there.
     """
 
     attempt: int
@@ -178,6 +189,7 @@ class ChooseWorkers:
     excluding: frozenset[str]
     cause: KvferryError | None = field(default=None, compare=False)
     is_resume: bool = field(default=False, compare=False)
+    source: MoveSource | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,12 +273,14 @@ class SplitChoice:
         token_ids: its output so far.
         excluding: workers to avoid.
         cause: what ended the attempt that it shared with others; None where another router had begun it.
+        source: as in `ChooseWorkers`.
     """
 
     choice: int
     token_ids: tuple[int, ...]
     excluding: frozenset[str]
     cause: KvferryError | None = field(compare=False)
+    source: MoveSource | None = None
 
 
 @dataclass(frozen=True, slots=True)

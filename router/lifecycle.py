@@ -14,6 +14,10 @@ client has no token of any, a failed attempt is repeated for all; later each cho
 lifecycle of its own (`SplitChoices`), since their tokens differ. A beam search gives all its tokens at its end, so its
 attempts are repeated whole.
 
+What a draining decode worker let go of takes its blocks along where that pays (`kvferry/moves.py`): the next attempt
+has that worker in the place of prefill, which holds prompt and output and ships them. Should it fail, the one after it
+is an ordinary resume.
+
 `router/lifecycle_run.py` performs the actions. After the last `Finished` the calls that were not cancelled end by
 themselves.
 """
@@ -33,6 +37,7 @@ from kvferry.errors import (
     Unavailable,
     WorkerDraining,
 )
+from kvferry.moves import is_worth_moving
 from kvferry.sampling import Finish, FinishKind
 from router.choice_progress import ChoiceProgress
 from router.events import (
@@ -51,6 +56,7 @@ from router.events import (
     Failed,
     Finished,
     FirstToken,
+    MoveSource,
     NoWorkers,
     OpenDecode,
     OpenPrefill,
@@ -104,6 +110,7 @@ class RequestLifecycle:
         attempts: numbers of the attempts, shared by all lifecycles of a request.
         local_prefill: there are no prefill workers; decode computes prompts itself.
         max_attempts: attempts in a row that may fail without progress.
+        min_moved_tokens: from how many output tokens on a choice leaves a draining worker with its blocks; 0: never.
     """
 
     def __init__(
@@ -117,11 +124,14 @@ class RequestLifecycle:
         attempts: Iterator[int] | None = None,
         local_prefill: bool = False,
         max_attempts: int = DEFAULT_MAX_ATTEMPTS,
+        min_moved_tokens: int = 0,
     ) -> None:
         assert max_tokens >= 1
         assert num_choices >= 1
         self._max_attempts = max_attempts
         self._prompt = tuple(prompt_token_ids)
+        self._max_tokens = max_tokens
+        self._min_moved_tokens = min_moved_tokens
         self._is_beam_search = is_beam_search
         self._resumes = resumes
         self._local_prefill = local_prefill
@@ -162,7 +172,9 @@ class RequestLifecycle:
 
     def start(self) -> list[Action]:
         """Ask for the first pair."""
-        return self._next_attempt(None if self._resumes is None else self._resumes.cause)
+        if self._resumes is None:
+            return self._next_attempt()
+        return self._next_attempt(self._resumes.cause, self._resumes.source)
 
     def handle(self, event: Event) -> list[Action]:
         """Take one event; what comes after the end or from an older attempt changes nothing."""
@@ -203,6 +215,11 @@ class RequestLifecycle:
     def _begin_attempt(self) -> None:
         self._prefill_worker: str | None = None
         self._decode_worker: str | None = None
+        self._source: MoveSource | None = None  # offered to be the prefill worker
+        self._is_move = False  # and taken
+        self._epoch = 0  # of the decode worker
+        self._keeps_blocks = False
+        self._kept_by: MoveSource | None = None  # the decode worker, once it has let go of the attempt
         self._prefill_open = False
         self._decode_open = False
         self._decode_ended = False  # cleanly: it says nothing more
@@ -213,8 +230,9 @@ class RequestLifecycle:
         for progress in self._unfinished:
             progress.begin_attempt()
 
-    def _next_attempt(self, cause: KvferryError | None = None) -> list[Action]:
+    def _next_attempt(self, cause: KvferryError | None = None, source: MoveSource | None = None) -> list[Action]:
         self._begin_attempt()
+        self._source = source
         self._attempt = next(self._attempts)
         self._phase = Phase.QUEUED
         return [
@@ -225,6 +243,7 @@ class RequestLifecycle:
                 excluding=self._excluding,
                 cause=cause,
                 is_resume=self.num_emitted_tokens > 0 or self._resumes is not None,
+                source=source,
             )
         ]
 
@@ -249,6 +268,7 @@ class RequestLifecycle:
         if event.decode is None:
             return self._open_prefill(target=None)
         self._is_local = event.prefill is None
+        self._is_move = self._source is not None and event.prefill == self._source.worker
         self._phase = Phase.REGISTERING
         self._decode_open = True
         return [OpenDecode(self._attempt, event.decode, self._known_token_ids, self._is_local)]
@@ -256,6 +276,7 @@ class RequestLifecycle:
     def _on_registered(self, event: Registered) -> list[Action]:
         if self._phase is not Phase.REGISTERING:
             return []
+        self._epoch, self._keeps_blocks = event.epoch, event.keeps_blocks
         if self._is_local:
             self._phase = Phase.PREFILLING
             self._committed = True  # nothing has to arrive
@@ -372,8 +393,11 @@ class RequestLifecycle:
         self._prefill_open = False
         if self._committed and (self._is_beam_search or all(progress.has_advanced for progress in self._unfinished)):
             return []  # decode has everything: prefill is not needed any more
-        is_targets_fault = isinstance(error, TargetUnavailable)
-        return self._attempt_failed(error, self._decode_worker if is_targets_fault else self._prefill_worker)
+        if isinstance(error, TargetUnavailable):
+            return self._attempt_failed(error, self._decode_worker)
+        if self._is_move:  # it was not bound to serve us; what is wrong with the request an ordinary attempt will show
+            error = WorkerDraining(f"{self._prefill_worker} did not ship what it let go of: {error.message}")
+        return self._attempt_failed(error, self._prefill_worker)
 
     def _on_decode_ended(self) -> list[Action]:
         """Every choice must have its finish now, or be able to get it from prefill's first token."""
@@ -387,6 +411,9 @@ class RequestLifecycle:
 
     def _on_decode_failed(self, error: KvferryError) -> list[Action]:
         self._decode_open = False
+        if isinstance(error, WorkerDraining) and self._committed and self._keeps_blocks:
+            assert self._decode_worker is not None
+            self._kept_by = MoveSource(self._decode_worker, self._epoch)
         return self._attempt_failed(error, self._decode_worker)
 
     def _on_stop_found(self, event: StopFound) -> list[Action]:
@@ -450,16 +477,22 @@ class RequestLifecycle:
             return self._fail(Unavailable(error.message) if isinstance(error, Cancelled) else error)
         if len(self._progress) > 1 and (has_advanced or len(self._unfinished) < len(self._progress)):
             return [*self._cancel_calls(), *finished, self._split(error)]
-        return [*self._cancel_calls(), *self._next_attempt(error)]
+        source = self._source_of(self._unfinished[0])  # several have no tokens yet
+        return [*self._cancel_calls(), *self._next_attempt(error, source)]
 
     def _split(self, cause: KvferryError) -> SplitChoices:
         self._phase = Phase.SPLIT
         return SplitChoices(
             tuple(
-                SplitChoice(progress.choice, progress.token_ids, self._excluding, cause)
+                SplitChoice(progress.choice, progress.token_ids, self._excluding, cause, self._source_of(progress))
                 for progress in self._unfinished
             )
         )
+
+    def _source_of(self, progress: ChoiceProgress) -> MoveSource | None:
+        """The worker that keeps a choice it let go of, where that one is to ship it."""
+        pays = is_worth_moving(progress.num_tokens, self._max_tokens, self._min_moved_tokens)
+        return self._kept_by if pays else None
 
     def _cancel_calls(self) -> list[Action]:
         cancelled: list[Action] = [self._cancel_prefill()] if self._prefill_open else []

@@ -7,6 +7,7 @@ outbox. The run owns its calls: however it ends, they have ended or are cancelle
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections import deque
@@ -14,6 +15,7 @@ from contextlib import suppress
 
 from kvferry.errors import Internal, KvferryError, Unavailable, WorkerDraining
 from kvferry.spec import AttemptId, SequenceSpec
+from kvferry.telemetry import log_event
 from kvferry.wire import spec_to_pb
 from proto.kvferry.v1 import worker_pb2
 from router.calls import CallContext, DecodeCall, PrefillCall, WorkerCall
@@ -27,9 +29,11 @@ from router.events import (
     Event,
     Failed,
     Finished,
+    MoveSource,
     NoWorkers,
     OpenDecode,
     OpenPrefill,
+    PrefillDone,
     SendStop,
     SplitChoice,
     SplitChoices,
@@ -42,6 +46,7 @@ from router.request_context import RequestContext
 from router.selection import Needs, Pair
 from router.tracing import AttemptSpans
 from router.validation import num_blocks_needed
+from router.worker import MemberState, Role, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +75,9 @@ class LifecycleRun:
             is_beam_search=prepared.request.beam is not None,
             resumes=resumes,
             attempts=context.attempts,
-            local_prefill=context.cluster.membership.local_prefill,
+            local_prefill=context.cluster.workers.local_prefill,
             max_attempts=context.cluster.max_attempts,
+            min_moved_tokens=context.cluster.min_moved_tokens,
         )
         self._pair = Pair(None, None)
         self._prefill: PrefillCall | None = None
@@ -112,6 +118,8 @@ class LifecycleRun:
         """Takes one event and performs what follows from it."""
         if isinstance(event, Tokens):
             self._count_overshoot(event)
+        elif isinstance(event, PrefillDone):
+            self._count_move(event)
         if self._lifecycle.ended:
             return
         self._events.append(event)
@@ -149,6 +157,23 @@ class LifecycleRun:
         is_ours = event.attempt == self._lifecycle.attempt and event.choice in self._lifecycle.choices
         if is_ours and self._output.stop_of(event.choice) is not None:
             self._ledger.num_overshoot_tokens += len(event.token_ids)
+
+    def _count_move(self, event: PrefillDone) -> None:
+        """Where a draining decode worker was in the place of prefill."""
+        source, target = self._pair.prefill, self._pair.decode
+        is_ours = event.attempt == self._lifecycle.attempt
+        if not is_ours or source is None or target is None or source.role is Role.PREFILL:
+            return
+        self._cluster.count_move(event.num_blocks_shipped)
+        log_event(
+            logger,
+            "sequence_moved",
+            request=self._prepared.id,
+            attempt=event.attempt,
+            source=source.name,
+            target=target.name,
+            num_blocks=event.num_blocks_shipped,
+        )
 
     def _perform_all(self, actions: list[Action]) -> None:
         for action in actions:
@@ -207,12 +232,25 @@ class LifecycleRun:
                 self._events.append(NoWorkers(error))
 
     def _try_choose(self, action: ChooseWorkers, *, allow_excluded: bool) -> Pair:
-        return self._cluster.selector.choose(
-            self._needs(action), excluding=action.excluding, allow_excluded=allow_excluded
-        )
+        selector, needs, excluding = self._cluster.selector, self._needs(action), action.excluding
+        source = None if action.source is None else self._source_of(action.source)
+        if source is not None:
+            others = dataclasses.replace(needs, prefill=False)
+            target = selector.choose(others, excluding=excluding, allow_excluded=allow_excluded).decode
+            if target is not source:
+                return Pair(source, target)
+        return selector.choose(needs, excluding=excluding, allow_excluded=allow_excluded)
+
+    def _source_of(self, source: MoveSource) -> Worker | None:
+        """The worker, where it lives the same life still."""
+        workers = (worker for worker in self._cluster.workers.accepted if worker.address == source.worker)
+        worker = next(workers, None)
+        if worker is None or worker.status is None or worker.status.epoch != source.epoch:
+            return None
+        return worker if worker.state in (MemberState.DRAINING, MemberState.READY) else None
 
     def _needs(self, action: ChooseWorkers) -> Needs:
-        served, prepared = self._cluster.membership.served, self._prepared
+        served, prepared = self._cluster.workers.served, self._prepared
         if served is None:
             return Needs(prefill=action.needs_prefill, decode=action.needs_decode)
         num_prompt_tokens, layout = len(prepared.prompt_token_ids), served.layout
@@ -230,7 +268,8 @@ class LifecycleRun:
 
     def _chosen(self, pair: Pair) -> None:
         self._pair = pair
-        self._spans.chosen()
+        is_move = pair.prefill is not None and pair.prefill.role is Role.DECODE
+        self._spans.chosen(moved_from=pair.prefill.name if pair.prefill is not None and is_move else None)
         self._ledger.router_queue_s += time.monotonic() - self._queued_at_s
         names = [None if worker is None else worker.address for worker in (pair.prefill, pair.decode)]
         self.post(WorkersChosen(prefill=names[0], decode=names[1]))
@@ -261,7 +300,7 @@ class LifecycleRun:
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    await self._cluster.membership.wait_changed()
+                    await self._cluster.workers.wait_changed()
                     with suppress(Unavailable):
                         return self._try_choose(action, allow_excluded=allow_excluded)
         except TimeoutError:
@@ -273,6 +312,7 @@ class LifecycleRun:
             sequence=self._spec(action.attempt, action.token_ids),
             local_prefill=action.local_prefill,
             progress_timeout_s=self._cluster.progress_timeout_s,
+            min_moved_tokens=self._cluster.min_moved_tokens,
         )
         self._decode = DecodeCall(self._pair.decode, self._call_context(action.attempt), start)
         self._start_call(self._decode)

@@ -41,6 +41,8 @@ COUNTERS = (
     ("sampled_tokens", "num_sampled_tokens", "Tokens sampled."),
     ("evictions", "num_evictions", "Cached blocks whose contents were given up, for room or by a quota."),
     ("parked_prompts", "num_parked_prompts", "Finished prompts whose KV was dropped while they waited for a grant."),
+    ("moved_sequences", "num_moved_sequences", "Sequences that a draining decode worker shipped to another one."),
+    ("moved_blocks", "num_blocks_moved", "Blocks sent with them."),
     ("recomputed_tokens", "num_recomputed_tokens", "Tokens whose KV was dropped and not found cached again."),
     ("blocks_copied", "num_blocks_copied", "Blocks copied on write."),
     ("integrity_faults", "num_integrity_faults", "Times the books of the pool proved wrong when they were checked."),
@@ -94,6 +96,10 @@ class RouterMetrics:
             ("outcome", "phase"),
             registry=registry,
         )
+        self._moved = Counter(
+            "kvferry_moved_sequences", "Sequences that left a draining worker with their blocks.", registry=registry
+        )
+        self._moved_blocks = Counter("kvferry_moved_blocks", "Blocks shipped with them.", registry=registry)
         waiting = Gauge("kvferry_requests_waiting", "Requests without a first token yet.", registry=registry)
         waiting.set_function(lambda: self._num_waiting)
         self._running: dict[int, RequestRecord] = {}
@@ -124,6 +130,11 @@ class RouterMetrics:
     def count_retry(self, cause: KvferryError) -> None:
         """One attempt after the first."""
         self._metrics.retries.labels(error_type(cause)).inc()
+
+    def count_move(self, num_blocks: int) -> None:
+        """One sequence that left a draining worker, and the blocks that were shipped with it."""
+        self._moved.inc()
+        self._moved_blocks.inc(num_blocks)
 
     def _observe(self, record: RequestRecord, error: BaseException | None) -> None:
         outcome = _outcome(record, error)
@@ -162,6 +173,7 @@ class WorkerCollector(Collector):
         yield self._blocks(workers)
         yield self._requests(workers)
         yield self._gauge(workers, "pinned_blocks", "num_pinned_blocks", "Blocks that pins hold; among the used.")
+        yield from self._known_blocks(workers)
         yield self._by_kind(workers, "preemptions", "Sequences preempted, by what became of their KV.", PREEMPTIONS)
         yield self._by_kind(workers, "swapped_blocks", "Blocks copied to the host pool (out) and back (in).", SWAPS)
         yield from self._prefix_cache(workers)
@@ -219,6 +231,22 @@ class WorkerCollector(Collector):
                 family.add_metric((*_labels(worker), "cached"), load.num_cached_blocks)
                 family.add_metric((*_labels(worker), "used"), load.num_used_blocks)
         return family
+
+    def _known_blocks(self, workers: Iterable[Worker]) -> Iterable[Metric]:
+        num_known = GaugeMetricFamily(
+            "kvferry_worker_known_blocks", "Full blocks that this router knows can be hit.", None, WORKER_LABELS
+        )
+        partial = GaugeMetricFamily(
+            "kvferry_worker_known_blocks_partial",
+            "1 while the router's index has no room for all.",
+            None,
+            WORKER_LABELS,
+        )
+        for worker in workers:
+            known = worker.known_blocks
+            num_known.add_metric(_labels(worker), known.num_blocks)
+            partial.add_metric(_labels(worker), float(known.is_partial))
+        return (num_known, partial)
 
     def _requests(self, workers: Iterable[Worker]) -> Metric:
         family = GaugeMetricFamily(

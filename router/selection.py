@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvferry.config import TenantConfig
 from kvferry.errors import Unavailable
-from router.membership import Membership
+from router.model_workers import ModelWorkers
 from router.worker import Role, Worker
 
 
@@ -39,10 +39,10 @@ class Needs:
 
 
 class PairSelector:
-    """Chooses pairs among the members; `tenants` are those with quotas."""
+    """Chooses pairs among the workers of a model; `tenants` are those with quotas."""
 
-    def __init__(self, membership: Membership, tenants: Iterable[TenantConfig] = ()) -> None:
-        self._membership = membership
+    def __init__(self, workers: ModelWorkers, tenants: Iterable[TenantConfig] = ()) -> None:
+        self._workers = workers
         self._tenants = {tenant.name: tenant for tenant in tenants}
         self._turns = itertools.count()
 
@@ -56,7 +56,7 @@ class PairSelector:
         Raises Unavailable naming the role, the addresses and why each is not ready. A role that is missing refuses the
         attempt even where it needs only the other, so that nothing reaches half a pair.
         """
-        missing = self._membership.missing
+        missing = self._workers.missing
         if missing:
             raise Unavailable("; ".join(missing), retry_after_s=1.0)
         turn = next(self._turns)
@@ -69,7 +69,7 @@ class PairSelector:
         return Pair(prefill, decode)
 
     def _with_room(self, role: Role, needs: Needs) -> list[Worker]:
-        return [worker for worker in self._membership.ready(role) if self._has_room(worker, role, needs)]
+        return [worker for worker in self._workers.ready(role) if self._has_room(worker, role, needs)]
 
     def _has_room(self, worker: Worker, role: Role, needs: Needs) -> bool:
         tenant = self._tenants.get(needs.tenant)

@@ -20,39 +20,26 @@ from opentelemetry import trace
 
 from kvferry import __version__
 from kvferry.config import Config
-from kvferry.errors import Cancelled, DeadlineExceeded, Internal, KvferryError, Unavailable
+from kvferry.errors import Cancelled, DeadlineExceeded, Internal, KvferryError, RouterDraining
 from kvferry.telemetry import Attributes, SpanNames, Telemetry, context_of
 from kvferry.wire import layout_to_pb
 from proto.kvferry.v1 import inference_pb2 as pb
 from proto.kvferry.v1 import inference_pb2_grpc, types_pb2
 from router.admission import Admission
 from router.auth import Authenticator, Tenant
-from router.cluster import Cluster
 from router.ledger import RequestLedger
 from router.membership import Membership
 from router.messages import completed, started
 from router.metrics import RequestRecord, RouterMetrics
+from router.models import Model, Models
 from router.outbox import Outbox, beating
 from router.prepared_request import PreparedRequest
 from router.request_log import logged
 from router.request_output import RequestOutput
 from router.request_run import RequestRun
 from router.resume import check_prompt
-from router.text.tokenizer import PromptLimits, TextTokenizer
 from router.tracing import describe_outcome, describe_request
-from router.validation import (
-    SEED_LIMIT,
-    UNSUPPORTED_FIELDS,
-    ChatPrompt,
-    Limits,
-    Prompt,
-    TextPrompt,
-    TokenPrompt,
-    fit,
-    heartbeat_interval_s,
-    validate,
-)
-from router.worker import Role
+from router.validation import SEED_LIMIT, UNSUPPORTED_FIELDS, Limits, fit, heartbeat_interval_s, validate
 
 if TYPE_CHECKING:  # subscripted at type-check time only; at run time the class is not generic
     from grpc.aio import ServicerContext
@@ -70,8 +57,7 @@ class RouterParts:
 
     config: Config
     membership: Membership
-    tokenizer: TextTokenizer
-    cluster: Cluster
+    models: Models
     metrics: RouterMetrics
     telemetry: Telemetry
 
@@ -102,11 +88,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         with self._parts.metrics.request() as record, logged(record):
             tenant = self._authenticator.tenant(context.invocation_metadata())
             if self._is_draining:
-                raise Unavailable("the router is shutting down", retry_after_s=1.0)
+                raise RouterDraining("the router is shutting down", retry_after_s=1.0)
             with self._admission.admit():
-                interval_s = heartbeat_interval_s(request)
-                prepared = await beating(self._prepare(request, tenant, deadline_s, record), context.write, interval_s)
-                await self._serve(prepared, context, record)
+                model, interval_s = self._parts.models.find(request.model), heartbeat_interval_s(request)
+                preparing = self._prepare(request, model, tenant, deadline_s, record)
+                prepared = await beating(preparing, context.write, interval_s)
+                await self._serve(prepared, model, context, record)
 
     async def Abort(
         self, request: pb.AbortRequest, context: ServicerContext[pb.AbortRequest, pb.AbortResponse]
@@ -126,25 +113,28 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request: pb.GetCapabilitiesRequest,
         context: ServicerContext[pb.GetCapabilitiesRequest, pb.GetCapabilitiesResponse],
     ) -> pb.GetCapabilitiesResponse:
-        del request
         self._authenticator.tenant(context.invocation_metadata())
-        limits = self.limits()
-        served, config = self._parts.membership.served, self._parts.config
-        assert served is not None
-        paths = (worker.status.model_path for worker in self._parts.membership.workers if worker.status is not None)
+        models, config = self._parts.models, self._parts.config
+        model = models.find(request.model)
+        limits = model.limits(config)
+        paths = (worker.status.model_path for worker in model.workers.accepted if worker.status is not None)
         capabilities = types_pb2.Capabilities(
             model=limits.model,
             model_path=next(paths, ""),
             max_context=limits.max_context,
             vocab_size=limits.vocab_size,
-            layout=layout_to_pb(served.layout),
+            layout=layout_to_pb(limits.layout),
             version=__version__,
             tiers=sorted(limits.tiers, key=lambda name: limits.tiers[name]),
             default_tier=config.default_tier.name,
             max_request_bytes=limits.max_request_bytes,
             unsupported_fields=list(UNSUPPORTED_FIELDS),
         )
-        return pb.GetCapabilitiesResponse(capabilities=capabilities)
+        listed = [
+            pb.ServedModel(name=model.name, aliases=model.aliases, is_ready=not model.workers.missing)
+            for model in models.all
+        ]
+        return pb.GetCapabilitiesResponse(capabilities=capabilities, models=listed)
 
     async def ListWorkers(
         self, request: pb.ListWorkersRequest, context: ServicerContext[pb.ListWorkersRequest, pb.ListWorkersResponse]
@@ -158,32 +148,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Running requests that `tenant` may end."""
         return [run for run in self._running.values() if tenant.is_admin or run.prepared.request.tenant == tenant.name]
 
-    def limits(self) -> Limits:
-        """What requests are checked against. Raises Unavailable, naming what is missing, until a worker was seen."""
-        membership, config = self._parts.membership, self._parts.config
-        served = membership.served
-        known = [worker for worker in membership.workers if worker.status is not None and worker.was_accepted]
-        if served is None or not known:
-            raise Unavailable("; ".join(membership.missing), retry_after_s=1.0)
-        decode = [worker for worker in known if worker.role is Role.DECODE]
-        if not decode:
-            raise Unavailable(membership.why_missing(Role.DECODE), retry_after_s=1.0)
-        return Limits(
-            model=served.model,
-            max_context=min(worker.status.max_context for worker in known if worker.status is not None),
-            vocab_size=served.vocab_size,
-            tiers={tier.name: tier.rank for tier in config.tiers},
-            default_tier=config.default_tier.name,
-            max_request_bytes=config.router.max_request_bytes,
-            layout=served.layout,
-            num_prefill_blocks=max((w.num_blocks for w in known if w.role is Role.PREFILL), default=0),
-            num_decode_blocks=max(worker.num_blocks for worker in decode),
-            max_beams=max(worker.max_running for worker in decode) or None,
-        )
-
-    def _limits_of(self, tenant: Tenant) -> Limits:
-        """The limits with the tenant's quotas."""
-        limits = self.limits()
+    def _limits_of(self, model: Model, tenant: Tenant) -> Limits:
+        """The model's limits with the tenant's quotas."""
+        limits = model.limits(self._parts.config)
         configured = next((one for one in self._parts.config.tenants if one.name == tenant.name), None)
         if configured is None:
             return limits
@@ -196,9 +163,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     # --- one request ---
 
     async def _prepare(
-        self, message: pb.GenerateRequest, tenant: Tenant, deadline_s: float | None, record: RequestRecord
+        self,
+        message: pb.GenerateRequest,
+        model: Model,
+        tenant: Tenant,
+        deadline_s: float | None,
+        record: RequestRecord,
     ) -> PreparedRequest:
-        limits = self._limits_of(tenant)
+        limits = self._limits_of(model, tenant)
         request = validate(message, limits, lambda: secrets.randbelow(SEED_LIMIT), tenant=tenant.name)
         record.model, record.tier, record.label = request.model, request.tier, request.label
         span = trace.get_current_span()
@@ -207,49 +179,36 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         describe_request(span, request, server_id)
         started_s = time.monotonic()
         with self._parts.telemetry.span(SpanNames.TOKENIZE):
-            token_ids = await self.tokenize(request.prompt, limits)
+            token_ids = await model.tokenize(request.prompt, limits)
         record.ledger.tokenize_s = time.monotonic() - started_s
         record.num_prompt_tokens = len(token_ids)
         check_prompt(request.resume, token_ids)
         max_tokens = fit(request, len(token_ids), limits)
         span.set_attribute(Attributes.REQUEST_MAX_TOKENS, max_tokens)
-        sampling = request.sampling_params(max_tokens, self._parts.tokenizer.eos_token_ids)
+        sampling = request.sampling_params(max_tokens, model.tokenizer.eos_token_ids)
         return PreparedRequest(server_id, request, tuple(token_ids), sampling, deadline_s)
-
-    async def tokenize(self, prompt: Prompt, limits: Limits) -> list[int] | tuple[int, ...]:
-        """Token ids of a prompt; raises InvalidArgument for one that cannot fit."""
-        bounds = PromptLimits(max_tokens=limits.max_context - 1, max_bytes=limits.max_request_bytes)
-        tokenizer = self._parts.tokenizer
-        match prompt:
-            case TokenPrompt(token_ids):
-                return token_ids
-            case TextPrompt(text):
-                return await tokenizer.encode_async(text, limits=bounds)
-            case ChatPrompt(messages, add_generation_prompt):
-                return await tokenizer.encode_chat_async(
-                    messages, limits=bounds, add_generation_prompt=add_generation_prompt
-                )
 
     async def _serve(
         self,
         prepared: PreparedRequest,
+        model: Model,
         context: ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
         record: RequestRecord,
     ) -> None:
-        self._parts.cluster.retries.add_request()
+        model.cluster.retries.add_request()
         outbox = Outbox(prepared.request.heartbeat_interval_s)
         output = RequestOutput(
             prepared.request,
             prepared.sampling,
             num_prompt_tokens=len(prepared.prompt_token_ids),
-            token_bytes=self._parts.tokenizer.token_bytes,
+            token_bytes=model.tokenizer.token_bytes,
             outbox=outbox,
             ledger=record.ledger,
         )
         span = trace.get_current_span()
         outbox.put(started(prepared))
         output.restore()
-        run = RequestRun(prepared, self._parts.cluster, output, record.ledger, context_of(span))
+        run = RequestRun(prepared, model.cluster, output, record.ledger, context_of(span))
         self._running[prepared.id] = run
         task = asyncio.create_task(_run_into(run, output, outbox, record.ledger))
         task.add_done_callback(lambda _: self._running.pop(prepared.id, None))

@@ -62,8 +62,10 @@ class AttemptSpans:
         self._current = span
         self._queue = self._tracer.start_span(SpanNames.QUEUE, context=self.context)
 
-    def chosen(self) -> None:
-        """Workers were chosen."""
+    def chosen(self, moved_from: str | None = None) -> None:
+        """Workers were chosen; `moved_from`: the draining decode worker that takes the place of prefill."""
+        if self._current is not None and moved_from is not None:
+            self._current.set_attribute(Attributes.MOVED_FROM, moved_from)
         if self._queue is not None:
             self._queue.end()
             self._queue = None

@@ -196,7 +196,7 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
     Raises:
         UnsupportedField: a field this version does not support is set.
         InvalidArgument: a field is out of its limits.
-        NotFound: no such model or adapter.
+        NotFound: no such adapter.
         PermissionDenied: another tenant is named.
     """
     _check_size(message, limits)
@@ -208,7 +208,7 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
     tier = message.tier or limits.default_tier
     return Request(
         label=_label(message.request_id),
-        model=_model(message.model, limits),
+        model=limits.model,
         prompt=_prompt(message, limits),
         tier=tier,
         tier_rank=_tier_rank(tier, limits),
@@ -400,12 +400,6 @@ def _label(label: str) -> str:
     if not label.isprintable():
         raise InvalidArgument("request_id", "holds a character that is not printable")
     return label
-
-
-def _model(name: str, limits: Limits) -> str:
-    if name and name != limits.model:
-        raise NotFound(f"model: there is no model {name!r}; known models: {limits.model}", field="model")
-    return limits.model
 
 
 def _adapter(name: str, limits: Limits) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from kvferry.kv_layout import KvLayout
 from kvferry.rpc import RpcChannel
 from kvferry.wire import layout_from_pb
 from proto.kvferry.v1 import inference_pb2, worker_pb2
+from router.block_index import BlockIndex, KnownBlocks
 from router.breaker import Breaker
 
 
@@ -96,28 +98,31 @@ NOT_REACHED = "not reached yet"
 
 
 class Worker:
-    """One configured worker: its channel, its state, and the requests this router runs there.
+    """One worker: its channel, its state, and the requests this router runs there.
 
     Attributes:
-        address: host:port it is reached at; its key in this router.
-        role: what it is configured as.
+        address: host:port it is reached at; with the role its key in this router.
+        role: what it is listed as.
         channel: carries requests; traced.
+        blocks: knows the blocks of all workers by address.
         num_requests: attempts of this router that hold a call there.
         status: what it said last, None until it said something.
         was_accepted: that status fits the deployment.
         breaker: whether its last calls failed; a new life begins with a closed one.
     """
 
-    def __init__(self, address: str, role: Role, channel: RpcChannel) -> None:
+    def __init__(self, address: str, role: Role, channel: RpcChannel, blocks: BlockIndex) -> None:
         self.address = address
         self.role = role
         self.channel = channel
+        self.blocks = blocks
         self.num_requests = 0
         self.state = MemberState.CONNECTING
         self.reason = NOT_REACHED
         self.status: WorkerStatus | None = None
         self.was_accepted = False
         self.breaker = Breaker()
+        self._released = asyncio.Event()
 
     @property
     def name(self) -> str:
@@ -128,6 +133,11 @@ class Worker:
     def public_name(self) -> str:
         """Its own name, its role until it told one: never where it runs."""
         return self.name if self.name != self.address else self.role.value
+
+    @property
+    def model(self) -> str:
+        """Name of the model it serves; empty until it told."""
+        return self.status.served.model if self.status is not None else ""
 
     @property
     def load(self) -> int:
@@ -144,6 +154,11 @@ class Worker:
         """Places in its batch; 0 where it has not said."""
         return self.status.load.max_running if self.status is not None else 0
 
+    @property
+    def known_blocks(self) -> KnownBlocks:
+        """What the router knows of its prefix cache."""
+        return self.blocks.known(self.address)
+
     @contextmanager
     def used(self) -> Iterator[None]:
         """Counts one attempt as running there for the length of the block."""
@@ -152,9 +167,16 @@ class Worker:
             yield
         finally:
             self.num_requests -= 1
+            self._released.set()
+
+    async def unused(self) -> None:
+        """Returns once no attempt runs there."""
+        while self.num_requests:
+            self._released.clear()
+            await self._released.wait()
 
     def to_pb(self, *, shows_place: bool = True) -> inference_pb2.WorkerInfo:
-        """The worker as `ListWorkers` shows it; without `shows_place` lacking process id and address."""
+        """The worker as `ListWorkers` shows it; without `shows_place` lacking process id, address and known blocks."""
         info = inference_pb2.WorkerInfo(
             id=self.name if shows_place else self.public_name,
             role=self.role.value,
@@ -162,10 +184,12 @@ class Worker:
             state=self.state.value,
             reason=self.reason,
             num_requests=self.num_requests,
+            model=self.model,
         )
         if self.status is not None and self.state is not MemberState.CONNECTING:
             load = self.status.load
             info.pid = self.status.pid if shows_place else 0
             info.num_blocks = load.num_blocks
             info.num_available_blocks = load.num_free_blocks + load.num_cached_blocks
+            info.num_known_blocks = self.known_blocks.num_blocks if shows_place else 0
         return info

@@ -1,9 +1,9 @@
-"""What every test gets: the event loop the product runs on, and the default model."""
+"""What every test gets: the event loop the product runs on, the default model, and commands that start quickly."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import settings
 
 from kvferry.config import load_config
 from kvferry.model_store import ModelStore
+from tests.support.commands import CommandServer
 
 settings.register_profile("suite", derandomize=True, deadline=None)
 """The suite looks at the same examples every time: what a new one finds is for whoever runs the sweep, not for CI."""
@@ -37,3 +38,10 @@ def smollm2_folder() -> Path:
     """The default model as `make test` has prepared it; prepared now where it was not."""
     config = load_config()
     return ModelStore(config.model.cache_path).prepare("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def commands() -> Iterator[CommandServer]:
+    """Runs `kvferry` commands."""
+    with CommandServer() as server:
+        yield server

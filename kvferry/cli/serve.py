@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -19,7 +19,7 @@ from kvferry.cli.options import (
     SetOption,
     configuration,
 )
-from kvferry.config import Config, child_environment, to_toml, write_private
+from kvferry.config import Config, ModelConfig, child_environment, to_toml, write_private
 from kvferry.errors import InvalidArgument
 from kvferry.host import num_cores
 from kvferry.model_store import ModelStore
@@ -35,7 +35,20 @@ WorkerIdOption = Annotated[
 AdvertiseOption = Annotated[
     str | None, typer.Option("--advertise", metavar="HOST:PORT", help="Where peers reach it, if not where it listens.")
 ]
-AddressesOption = Annotated[str | None, typer.Option(metavar="HOST:PORT,…", help="Workers the router sends to.")]
+AddressesOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT,…", help="Workers the router sends to; dns:///HOST:PORT for every address of a name."
+    ),
+]
+JoinOption = Annotated[
+    str | None,
+    typer.Option(
+        "--join",
+        metavar="HOST:PORT,…",
+        help="Routers this worker makes itself known to, where they do not list it (router.accept_joins).",
+    ),
+]
 
 PIPE_BYTES = 1 << 16
 """What a pipe holds while nobody reads it."""
@@ -62,31 +75,41 @@ def router(
     http_listen: Annotated[str | None, typer.Option("--http-listen", metavar="HOST:PORT", help="HTTP address.")] = None,
     prefill: AddressesOption = None,
     decode: AddressesOption = None,
+    accept_joins: Annotated[
+        bool | None, typer.Option("--accept-joins", help="Let workers join by themselves (`--join` of theirs).")
+    ] = None,
     model: ModelOption = None,
     config: ConfigOption = None,
     settings: SetOption = None,
 ) -> None:
     """Runs a router: what clients talk to. Without prefill workers the decode workers compute prompts themselves."""
-    addresses: Overrides = {
-        "router": {"grpc_listen": listen, "http_listen": http_listen, "prefill": prefill, "decode": decode}
+    flags: Overrides = {
+        "router": {
+            "grpc_listen": listen,
+            "http_listen": http_listen,
+            "prefill": prefill,
+            "decode": decode,
+            "accept_joins": accept_joins,
+        }
     }
-    effective = configuration(config, settings, addresses | {"model": {"name": model}})
-    if not effective.router.decode:
-        raise InvalidArgument("router.decode", "names no worker; give --decode HOST:PORT")
-    _become("router", _prepared(effective), ["--listen", effective.router.grpc_listen], num_threads=1)
+    effective = configuration(config, settings, flags | {"model": {"name": model}})
+    if not (effective.router.decode or effective.router.accept_joins):
+        raise InvalidArgument("router.decode", "names no worker; give --decode HOST:PORT or --accept-joins")
+    _become("router", prepared(effective, note), ["--listen", effective.router.grpc_listen], num_threads=1)
 
 
 def prefill(
     listen: ListenOption = "127.0.0.1:50061",
     worker_id: WorkerIdOption = None,
     advertise: AdvertiseOption = None,
+    join: JoinOption = None,
     model: ModelOption = None,
     dtype: DtypeOption = None,
     config: ConfigOption = None,
     settings: SetOption = None,
 ) -> None:
     """Runs a prefill worker: fills KV blocks and ships them."""
-    effective = configuration(config, settings, _model(model, dtype))
+    effective = configuration(config, settings, _model(model, dtype) | {"join": {"routers": join}})
     _worker("prefill_svc", listen, _identity(worker_id, advertise), effective)
 
 
@@ -94,13 +117,14 @@ def decode(
     listen: ListenOption = "127.0.0.1:50062",
     worker_id: WorkerIdOption = None,
     advertise: AdvertiseOption = None,
+    join: JoinOption = None,
     model: ModelOption = None,
     dtype: DtypeOption = None,
     config: ConfigOption = None,
     settings: SetOption = None,
 ) -> None:
     """Runs a decode worker: takes KV blocks and streams tokens."""
-    effective = configuration(config, settings, _model(model, dtype))
+    effective = configuration(config, settings, _model(model, dtype) | {"join": {"routers": join}})
     _worker("decode_svc", listen, _identity(worker_id, advertise), effective)
 
 
@@ -155,16 +179,20 @@ def _identity(worker_id: str | None, advertise: str | None) -> list[str]:
 def _worker(module: str, listen: str, arguments: Sequence[str], config: Config) -> NoReturn:
     check_can_listen(listen)  # at once, not after the model is fetched
     threads = config.engine.num_threads or num_cores()
-    effective = _prepared(config.without_keys()).replace("engine", num_threads=threads)
+    keyless = config.without_keys()
+    effective = prepared(keyless.of_model(keyless.model), note).replace("engine", num_threads=threads)
     _become(module, effective, ["--listen", listen, *arguments], num_threads=threads)
 
 
-def _prepared(config: Config) -> Config:
-    """With the model's folder filled in."""
-    if config.model.path is not None:
-        return config
-    path = ModelStore(config.model.cache_path).prepare(config.model.name, note)
-    return config.replace("model", path=str(path))
+def prepared(config: Config, report: Callable[[str], None]) -> Config:
+    """With the folder of every model filled in; those that are not on this machine are fetched or converted."""
+
+    def with_path(model: ModelConfig) -> ModelConfig:
+        if model.path is not None:
+            return model
+        return model.model_copy(update={"path": str(ModelStore(model.cache_path).prepare(model.name, report))})
+
+    return config.with_models([with_path(model) for model in config.served_models])
 
 
 def _become(module: str, config: Config, arguments: Sequence[str], num_threads: int) -> NoReturn:

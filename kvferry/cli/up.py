@@ -11,11 +11,11 @@ import typer
 from kvferry.cli.console import Progress, note, write, write_json, write_table
 from kvferry.cli.generate import stream_answer
 from kvferry.cli.options import ConfigOption, DtypeOption, ModelOption, SetOption, configuration
+from kvferry.cli.serve import prepared
 from kvferry.client import ChatMessage, Client, Completion, GenerateOptions
 from kvferry.cluster import MODULES, Endpoints, LocalCluster
 from kvferry.config import Config
 from kvferry.errors import InvalidArgument
-from kvferry.model_store import ModelStore
 from kvferry.process import StopSignals
 from kvferry.supervisor import Report
 from kvferry.telemetry import configure_logging
@@ -30,8 +30,10 @@ def register(app: typer.Typer) -> None:
 
 
 def up(
-    prefill: Annotated[int, typer.Option("--prefill", min=0, help="Prefill workers; 0: decode computes prompts.")] = 1,
-    decode: Annotated[int, typer.Option("--decode", min=1, help="Decode workers.")] = 1,
+    prefill: Annotated[
+        int, typer.Option("--prefill", min=0, help="Prefill workers a model; 0: decode computes prompts.")
+    ] = 1,
+    decode: Annotated[int, typer.Option("--decode", min=1, help="Decode workers a model.")] = 1,
     model: ModelOption = None,
     dtype: DtypeOption = None,
     grpc_listen: Annotated[str | None, typer.Option("--grpc-listen", metavar="HOST:PORT", help="gRPC address.")] = None,
@@ -57,10 +59,7 @@ def up(
     )
     configure_logging(effective.telemetry, "supervisor")
     report = Progress(for_people=demo or once or (sys.stderr.isatty() and effective.telemetry.log_format != "json"))
-    if effective.model.path is None:
-        store = ModelStore(effective.model.cache_path)
-        path = store.prepare(effective.model.name, lambda text: report(text, "preparing_model", step=text))
-        effective = effective.replace("model", path=str(path))
+    effective = prepared(effective, lambda text: report(text, "preparing_model", step=text))
     _warn_of_faults(effective, report, num_prefill=prefill)
     cluster = LocalCluster(effective, num_prefill=prefill, num_decode=decode, relay=note, report=report)
     # asyncio's own loop: it starts children without running any code of ours between fork and exec.

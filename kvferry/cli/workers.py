@@ -44,12 +44,16 @@ def workers(
         "role": [worker.role for worker in found],
         "state": [f"{worker.state}: {worker.reason}" if worker.reason else worker.state for worker in found],
     }
+    if len({worker.model for worker in found} - {""}) > 1:
+        columns["model"] = [worker.model for worker in found]
     if any(worker.address for worker in found):
         columns |= {"pid": [str(worker.pid) for worker in found], "address": [worker.address for worker in found]}
     columns |= {
         "requests": [str(worker.num_requests) for worker in found],
         "free blocks": [f"{worker.num_available_blocks} of {worker.num_blocks}" for worker in found],
     }
+    if any(worker.address for worker in found):
+        columns["known blocks"] = [str(worker.num_known_blocks) for worker in found]
     write_table(columns)
 
 

@@ -81,6 +81,11 @@ class RpcChannel:
         """Closes the channel; calls that still run are cancelled."""
         await self.grpc.close()
 
+    @property
+    def is_down(self) -> bool:
+        """Whether the peer could not be reached, and the next try to connect is still to come: calls fail at once."""
+        return self.grpc.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
+
     async def unary(
         self,
         method: UnaryUnaryMultiCallable[_Request, _Response],

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from kvferry.errors import FailedPrecondition
 
+WILDCARD_HOSTS = ("0.0.0.0", "[::]")  # noqa: S104 - compared with, not bound
+
 
 @dataclass(frozen=True, slots=True)
 class ListenAddress:

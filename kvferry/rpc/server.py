@@ -53,7 +53,7 @@ class RpcServer:
     """A grpc.aio server with health, reflection, tracing, error mapping and draining. Create it inside the event loop.
 
     `background_methods` (bare names, such as `Watch`) are streams that end only with the server; draining does not wait
-    for them.
+    for them. `changes` is told whenever a call begins or ends.
     """
 
     def __init__(
@@ -62,8 +62,9 @@ class RpcServer:
         tracer: Tracer | None = None,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         background_methods: frozenset[str] = frozenset(),
+        changes: Changes | None = None,
     ) -> None:
-        self._calls = CallsInFlight(background_methods)
+        self._calls = CallsInFlight(background_methods, changes or Changes())
         interceptor = _ServerInterceptor(tracer or NoOpTracer(), self._calls)
         self.grpc = grpc.aio.server(interceptors=[interceptor], options=server_options(max_message_bytes))
         self._health = health_aio.HealthServicer()
@@ -131,12 +132,12 @@ def _bind(server: grpc.aio.Server, listen: str) -> str:
 class CallsInFlight:
     """Tasks of running handlers, so that a drain can wait for them and then end them with a status."""
 
-    def __init__(self, background_methods: frozenset[str]) -> None:
+    def __init__(self, background_methods: frozenset[str], changes: Changes) -> None:
         self._background = background_methods
         self._methods: dict[asyncio.Task[Any], str] = {}
         self._errors: dict[asyncio.Task[Any], KvferryError] = {}  # of those that were ended
         self._last_error: KvferryError | None = None  # of all that end from now on
-        self.changes = Changes()
+        self.changes = changes
 
     def add_current(self, method: str) -> bool:
         """Counts the running task in; says whether its call is a background one."""

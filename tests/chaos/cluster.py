@@ -1,16 +1,15 @@
-"""A router, two prefill and two decode workers as real processes, each hop behind a relay where a test wants that.
+"""Routers, two prefill and two decode workers as real processes, each hop behind a relay where a test wants that.
 
     client ─► [relay] ─► router ─► [relay] ─► prefill ─► [relay: the address decode advertises] ─► decode
                             └────► [relay] ─────────────────────────────────────────────────────────┘
 
-A worker that was killed is started again at the address it had, so that its router and its peers find it.
+A process that was ended is started again at the address it had, so that its clients and its peers find it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -19,9 +18,11 @@ from typing import Self
 
 from kvferry.client import Client
 from kvferry.config import Config
-from proto.kvferry.v1 import inference_pb2
+from kvferry.rpc import RpcChannel
+from proto.kvferry.v1 import inference_pb2, inference_pb2_grpc
 from tests.support.relay import Relay
 from tests.support.worker_processes import WorkerProcess, worker_process
+from tests.support.workers import free_address
 
 NUM_OF_ROLE = 2
 STATE_TIMEOUT_S = 30.0
@@ -32,11 +33,11 @@ AskAddresses = Callable[[], Awaitable[list[str]]]
 
 
 class Member:
-    """One worker of the deployment over all the lives of its process.
+    """One worker or router of the deployment over all the lives of its process.
 
     Attributes:
-        role: prefill or decode.
-        address: where the router reaches it.
+        role: prefill, decode or router.
+        address: where the routers reach it; where clients reach it, for a router.
         router_relay: stands in the router's hop to it, where there are relays.
         ship_relay: stands in prefill's hop to a decode worker, where there are relays.
     """
@@ -46,7 +47,7 @@ class Member:
         self.router_relay: Relay | None = None
         self.ship_relay: Relay | None = None
         self._folder, self._config = folder, config
-        self._listen = _free_address()
+        self._listen = free_address()
         self._life = AsyncExitStack()
         self._process: WorkerProcess
 
@@ -78,8 +79,9 @@ class Member:
     async def start(self) -> Self:
         """Returns when it serves."""
         advertised = [] if self.ship_relay is None else ["--advertise", self.ship_relay.address]
+        module = "router" if self.role == "router" else f"{self.role}_svc"
         self._process = await self._life.enter_async_context(
-            worker_process(self._folder, self._config, f"{self.role}_svc", *advertised, listen=self._listen)
+            worker_process(self._folder, self._config, module, *advertised, listen=self._listen)
         )
         return self
 
@@ -93,6 +95,13 @@ class Member:
         assert await self._process.exit_code() == -signal.SIGKILL
         await self._life.aclose()
 
+    async def drain(self) -> None:
+        """SIGTERM; returns when the process has ended what it had and gone."""
+        self.send(signal.SIGTERM)
+        assert await self._process.exit_code() == 0, self.log
+        assert "Traceback" not in self.log, self.log
+        await self._life.aclose()
+
     async def close(self) -> None:
         await self._life.aclose()
 
@@ -103,47 +112,46 @@ class ChaosCluster:
 
     Attributes:
         members: the workers.
-        client: reaches the router past `client_relay`.
-        router_address: the router itself.
-        client_relay: stands in the hop of clients that connect to it.
+        routers: in front of them.
+        client: reaches all routers, past `client_relay`.
+        client_relay: stands in the hop of clients that connect to the first router there.
     """
 
     members: Sequence[Member]
+    routers: Sequence[Member]
     client: Client
-    router_address: str
     client_relay: Relay
 
     def of_role(self, role: str) -> list[Member]:
         return [member for member in self.members if member.role == role]
 
-    async def state_of(self, member: Member) -> inference_pb2.WorkerInfo:
-        """What the router says of it."""
-        workers = await self.client.workers()
-        return next(info for info in workers if info.address == member.address)
-
     async def all_ready(self) -> None:
-        """Returns when the router gives work to every worker in its present life."""
-        await self._until_none("the router does not call ready", self._not_ready)
+        """Returns when every router gives work to every worker in its present life."""
+        await self._until_none("some router does not call ready", self._not_ready)
 
     async def noticed(self, member: Member) -> None:
-        """Returns when the router gives nothing to this worker any more."""
+        """Returns when no router gives anything to this worker any more."""
 
         async def still_ready() -> list[str]:
-            return [member.address] if (await self.state_of(member)).state == "ready" else []
+            infos = [info for router in self.routers for info in await workers_of(router)]
+            return [info.address for info in infos if info.address == member.address and info.state == "ready"]
 
-        await self._until_none("the router still calls ready", still_ready)
+        await self._until_none("some router still calls ready", still_ready)
 
     async def all_idle(self) -> None:
         """LEAK: returns when no block of any worker is held, by the statuses it sends."""
         await self._until_none("blocks are still held by", self._holding)
 
     async def _not_ready(self) -> list[str]:
-        states = {info.address: (info.state, info.pid) for info in await self.client.workers()}
-        return [member.address for member in self.members if states[member.address] != ("ready", member.pid)]
+        missing: list[str] = []
+        for router in self.routers:
+            states = {info.address: (info.state, info.pid) for info in await workers_of(router)}
+            missing += [member.address for member in self.members if states[member.address] != ("ready", member.pid)]
+        return missing
 
     async def _holding(self) -> list[str]:
-        workers = await self.client.workers()
-        return [info.address for info in workers if info.num_available_blocks != info.num_blocks or info.num_requests]
+        infos = [info for router in self.routers for info in await workers_of(router)]
+        return [info.address for info in infos if info.num_available_blocks != info.num_blocks or info.num_requests]
 
     async def _until_none(self, problem: str, ask: AskAddresses) -> None:
         addresses: list[str] = []
@@ -155,30 +163,33 @@ class ChaosCluster:
             raise AssertionError(f"{problem}: {', '.join(addresses)}") from None
 
 
+async def workers_of(router: Member) -> Sequence[inference_pb2.WorkerInfo]:
+    """What a router says of the workers. Over a connection of its own: the clients' are as they found them."""
+    async with RpcChannel(router.address) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel.grpc)
+        response = await channel.unary(stub.ListWorkers, inference_pb2.ListWorkersRequest(), timeout_s=STATE_TIMEOUT_S)
+    return tuple(response.workers)
+
+
 @asynccontextmanager
-async def chaos_cluster(folder: Path, config: Config, *, has_relays: bool = False) -> AsyncIterator[ChaosCluster]:
+async def chaos_cluster(
+    folder: Path, config: Config, *, has_relays: bool = False, num_routers: int = 1
+) -> AsyncIterator[ChaosCluster]:
     """The whole deployment, ready, for the length of the block; every process is ended by its id."""
     async with AsyncExitStack() as stack:
         members = [Member(folder, config, role) for role in ("prefill", "decode") for _ in range(NUM_OF_ROLE)]
         for member in members:
-            stack.push_async_callback(member.close)
             if has_relays:
                 await member.insert_relays(stack)
-        await asyncio.gather(*(member.start() for member in members))
         addresses = {role: [one.address for one in members if one.role == role] for role in ("prefill", "decode")}
-        router = await stack.enter_async_context(
-            worker_process(folder, config.replace("router", **addresses), "router")
-        )
+        router_config = config.replace("router", **addresses)
+        routers = [Member(folder, router_config, "router") for _ in range(num_routers)]
+        for member in (*members, *routers):
+            stack.push_async_callback(member.close)
+        await asyncio.gather(*(member.start() for member in (*members, *routers)))
         relay = await stack.enter_async_context(Relay())
-        relay.forward_to(router.address)
-        client = await stack.enter_async_context(Client(router.address))
-        cluster = ChaosCluster(members, client, router.address, relay)
+        relay.forward_to(routers[0].address)
+        client = await stack.enter_async_context(Client([router.address for router in routers]))
+        cluster = ChaosCluster(members, routers, client, relay)
         await cluster.all_ready()
         yield cluster
-
-
-def _free_address() -> str:
-    """Known before the process starts, because others are told of it then, and the same in all its lives."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"

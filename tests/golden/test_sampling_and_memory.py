@@ -94,8 +94,11 @@ def test_a_resumed_sequence_draws_the_same_noise(folder: Path) -> None:
         assert tokens == whole[given:]
 
 
+@pytest.mark.parametrize("num_tokens", [24, pytest.param(64, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
-def test_twenty_blocks_serve_thirty_sequences_with_the_same_tokens(tmp_path: Path, architecture: str) -> None:
+def test_twenty_blocks_serve_thirty_sequences_with_the_same_tokens(
+    tmp_path: Path, architecture: str, num_tokens: int
+) -> None:
     folder = save_tiny_model(tmp_path / architecture, architecture)
     config = Config(
         model=ModelConfig(name="tiny", path=str(folder), dtype="float32"),
@@ -108,7 +111,7 @@ def test_twenty_blocks_serve_thirty_sequences_with_the_same_tokens(tmp_path: Pat
     def run(cases: object, num_tokens: int) -> list[list[int]]:
         return sampled(core, [(p, SamplingParams(max_tokens=num_tokens, temperature=0.0)) for p in prompts])
 
-    report = check_parity(run, Reference(folder), prompts, 64)
+    report = check_parity(run, Reference(folder), prompts, num_tokens)
     assert not report.mismatches, str(report)
     assert core.stats().num_preemptions > 0
     core.check_integrity()

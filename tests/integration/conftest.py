@@ -20,9 +20,14 @@ OVER_ALL_TRANSPORTS = (
 )
 
 
+ONCE = pytest.mark.parametrize("transport", ["auto"], indirect=True)
+"""For tests in which nothing is shipped."""
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each test of these modules once a transport."""
-    if metafunc.module.__name__.rpartition(".")[2] in OVER_ALL_TRANSPORTS:
+    """Each test of these modules once a transport, unless it chooses for itself."""
+    has_chosen = any(mark.args[0] == "transport" for mark in metafunc.definition.iter_markers("parametrize"))
+    if metafunc.module.__name__.rpartition(".")[2] in OVER_ALL_TRANSPORTS and not has_chosen:
         metafunc.parametrize("transport", ["shm", "grpc"], indirect=True)
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Protocol
 
 import httpx
 import pytest
@@ -19,6 +16,7 @@ from kvferry.config import TenantConfig
 from router.text.chat_template import ChatMessage
 from router.text.tokenizer import TextTokenizer
 from router.worker import Worker
+from tests.support.commands import CommandServer, plain_environment
 from tests.support.deployment import chat_folder, deployment_config, running_deployment
 from tests.support.workers import core_of, until
 
@@ -29,19 +27,20 @@ PROMPT = list(range(1, 14))
 PROMPT_IDS = ",".join(map(str, PROMPT))
 
 
-async def kvferry(*arguments: str, stdin: str = "", **variables: str) -> tuple[int, str, str]:
-    """Not by the event loop's own subprocesses, which fork under the feet of gRPC's threads in this process."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
-    done = await asyncio.to_thread(
-        subprocess.run,
-        [sys.executable, "-m", "kvferry.cli.app", *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=60.0,
-        env={**kept, "NO_COLOR": "1", **variables},
-    )
-    return done.returncode, done.stdout, done.stderr
+class Kvferry(Protocol):
+    """Exit code, output and errors of `kvferry ARGUMENTS`."""
+
+    async def __call__(self, *arguments: str, stdin: str = "", **variables: str) -> tuple[int | None, str, str]: ...
+
+
+@pytest.fixture
+def kvferry(commands: CommandServer) -> Kvferry:
+    async def run(*arguments: str, stdin: str = "", **variables: str) -> tuple[int | None, str, str]:
+        environment = {**plain_environment(), **variables}
+        done = await commands.run(*arguments, environment=environment, stdin=stdin.encode())
+        return done.code, done.stdout, done.stderr
+
+    return run
 
 
 def queried_tokens(worker: Worker) -> int:
@@ -49,7 +48,7 @@ def queried_tokens(worker: Worker) -> int:
     return 0 if worker.status is None else sum(hits.num_queried_tokens for hits in worker.status.load.tenant_hits)
 
 
-async def test_stats_pin_unpin_and_flush(tmp_path: Path) -> None:
+async def test_stats_pin_unpin_and_flush(tmp_path: Path, kvferry: Kvferry) -> None:
     config = deployment_config(chat_folder(tmp_path / "model"))
     tenants = (
         TenantConfig(name="a", api_keys=(SecretStr(KEY),), max_used_share=0.5),
@@ -85,6 +84,15 @@ async def test_stats_pin_unpin_and_flush(tmp_path: Path) -> None:
         assert "evictions" not in stdout and "free" not in stdout, "totals of all tenants, or zeros instead"
         code, stdout, _ = await kvferry("workers", *target, "--api-key", KEY)
         assert code == 0 and "decode-0" in stdout and "pid" not in stdout and "127.0.0.1" not in stdout
+        assert "known" not in stdout, "they tell of other tenants' prompts"
+        blocks, address = deployment.router.membership.blocks, deployment.prefill[0].address
+        await until(lambda: blocks.known(address).num_blocks == 3)
+        code, stdout, _ = await kvferry("workers", *target, "--api-key", ROOT_KEY, COLUMNS="200")
+        assert code == 0 and "known blocks" in stdout
+        code, stdout, _ = await kvferry("workers", *target, "--api-key", ROOT_KEY, "--json")
+        assert json.loads(stdout)[0]["num_known_blocks"] == 3
+        code, stdout, _ = await kvferry("workers", *target, "--api-key", KEY, "--json")
+        assert json.loads(stdout)[0]["num_known_blocks"] == 0
         code, stdout, _ = await kvferry("cache", "unpin", "sys", *target, "--api-key", KEY)
         assert code == 0 and stdout.count(" 3 ") == 2
         code, stdout, stderr = await kvferry("cache", "flush", *target, "--api-key", ROOT_KEY, "--json")
@@ -92,7 +100,7 @@ async def test_stats_pin_unpin_and_flush(tmp_path: Path) -> None:
         await deployment.assert_idle()
 
 
-async def test_a_system_prompt_is_pinned_as_chats_send_it(tmp_path: Path) -> None:
+async def test_a_system_prompt_is_pinned_as_chats_send_it(tmp_path: Path, kvferry: Kvferry) -> None:
     config = deployment_config(chat_folder(tmp_path / "model"))
     async with running_deployment(config) as deployment:
         target = ("--target", deployment.router.address)
@@ -112,7 +120,7 @@ async def test_a_system_prompt_is_pinned_as_chats_send_it(tmp_path: Path) -> Non
         await deployment.assert_idle()
 
 
-async def test_what_did_nothing_says_so(tmp_path: Path) -> None:
+async def test_what_did_nothing_says_so(tmp_path: Path, kvferry: Kvferry) -> None:
     async with running_deployment(deployment_config(chat_folder(tmp_path / "model"))) as deployment:
         target = ("--target", deployment.router.address)
         for arguments, code, words in (
@@ -127,13 +135,13 @@ async def test_what_did_nothing_says_so(tmp_path: Path) -> None:
             assert (found, words in stderr) == (code, True), stderr
 
 
-async def test_a_worker_that_is_gone_is_told_and_the_others_are_flushed(tmp_path: Path) -> None:
+async def test_a_worker_that_is_gone_is_told_and_the_others_are_flushed(tmp_path: Path, kvferry: Kvferry) -> None:
     config = deployment_config(chat_folder(tmp_path / "model"))
     async with running_deployment(config, num_decode=2) as deployment:
         await deployment.client.complete(GenerateOptions(prompt=PROMPT, max_tokens=2, ignore_eos=True))
         await deployment.decode[1].server.drain(0.0)
         while len(deployment.router.membership.ready(deployment.router.membership.decode[0].role)) > 1:
-            await deployment.router.membership.wait_changed()
+            await deployment.router.membership.changes.wait_next()
         async with Client(deployment.router.address) as client:
             flushed = {worker.worker: worker for worker in await client.flush_prefix_cache()}
         assert flushed["prefill-0"].num_blocks >= 3 and not flushed["prefill-0"].error

@@ -25,7 +25,6 @@ from tests.support.pair import FULL_BLOCKS, OUTPUT_TOKENS, PROMPT_TOKENS, Pair, 
 from tests.support.pair_request import Ending, PairRequest, failure_of
 from tests.support.workers import core_of, make_spec, until
 
-TIMES = 50
 FOR_EVER_S = 60.0
 """A delay that only the end of the call cuts short."""
 SHORT_DELAY_S = 0.1
@@ -39,14 +38,21 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def endings() -> Iterator[Ending]:
+@pytest.fixture(params=[20, pytest.param(50, marks=pytest.mark.soak)])
+def times(request: pytest.FixtureRequest) -> int:
+    """How often a request is ended in a phase."""
+    number: int = request.param
+    return number
+
+
+def endings(times: int) -> Iterator[Ending]:
     """Everyone who can end a request, in turn."""
-    return itertools.islice(itertools.cycle(Ending), TIMES)
+    return itertools.islice(itertools.cycle(Ending), times)
 
 
-async def end_in_every_way(pair: Pair, reach: Reach) -> None:
+async def end_in_every_way(pair: Pair, reach: Reach, times: int) -> None:
     """`reach` brings a request into the phase; it is ended there, again and again."""
-    for ending in endings():
+    for ending in endings(times):
         request = await reach(pair, ending)
         await request.end(ending)
         await check_other_side(pair, request, ending)
@@ -68,11 +74,11 @@ async def check_other_side(pair: Pair, request: PairRequest, ending: Ending) -> 
         assert pair.prompts.is_right(request)
 
 
-async def test_in_the_queue_of_prefill(folder: Path) -> None:
+async def test_in_the_queue_of_prefill(folder: Path, times: int) -> None:
     async with scripted_pair(folder, prefill={"max_running": 1, "num_blocks": 1024}, step_delay_s=0.002) as pair:
         waiting = core_of(pair.prefill).scheduler.waiting
         async with a_long_prompt(pair):
-            for ending in endings():
+            for ending in endings(times):
                 request = pair.begin()
                 await until(lambda: len(waiting) == 1)
                 await request.end(ending)
@@ -98,7 +104,7 @@ async def a_long_prompt(pair: Pair) -> AsyncIterator[None]:
         assert not call.done()
 
 
-async def test_between_two_chunks(folder: Path) -> None:
+async def test_between_two_chunks(folder: Path, times: int) -> None:
     async def reach(pair: Pair, ending: Ending) -> PairRequest:
         request = pair.begin(pair.prompts.draw(200))
         await pair.has_computed(request, 8)
@@ -106,14 +112,14 @@ async def test_between_two_chunks(folder: Path) -> None:
         return request
 
     async with scripted_pair(folder, step_delay_s=0.005) as pair:
-        await end_in_every_way(pair, reach)
+        await end_in_every_way(pair, reach, times)
 
 
-async def test_while_a_grant_waits_for_room(folder: Path) -> None:
+async def test_while_a_grant_waits_for_room(folder: Path, times: int) -> None:
     async with scripted_pair(folder, decode={"num_blocks": 16}) as pair:
         engine = pair.decode.role.engine  # type: ignore[attr-defined]
         taken = await engine.run(lambda core: core.pool.allocate(12))
-        for ending in endings():
+        for ending in endings(times):
             request = pair.begin()
             await until(lambda: pair.num_waiting_grants == 1)
             await request.end(ending)
@@ -127,7 +133,7 @@ async def test_while_a_grant_waits_for_room(folder: Path) -> None:
         await pair.check_idle()
 
 
-async def test_in_mid_shipment(folder: Path) -> None:
+async def test_in_mid_shipment(folder: Path, times: int) -> None:
     async def reach(pair: Pair, ending: Ending) -> PairRequest:
         pair.delay_block(3, SHORT_DELAY_S if ending is Ending.DECODE else FOR_EVER_S)
         num_arrived = pair.num_arrived_blocks
@@ -136,10 +142,10 @@ async def test_in_mid_shipment(folder: Path) -> None:
         return request
 
     async with scripted_pair(folder) as pair:
-        await end_in_every_way(pair, reach)
+        await end_in_every_way(pair, reach, times)
 
 
-async def test_between_first_token_and_committed(folder: Path) -> None:
+async def test_between_first_token_and_committed(folder: Path, times: int) -> None:
     async def reach(pair: Pair, ending: Ending) -> PairRequest:
         pair.delay_block(FULL_BLOCKS, SHORT_DELAY_S if ending is Ending.DECODE else FOR_EVER_S)
         num_arrived = pair.num_arrived_blocks
@@ -150,10 +156,10 @@ async def test_between_first_token_and_committed(folder: Path) -> None:
         return request
 
     async with scripted_pair(folder) as pair:
-        await end_in_every_way(pair, reach)
+        await end_in_every_way(pair, reach, times)
 
 
-async def test_while_decode_runs(folder: Path) -> None:
+async def test_while_decode_runs(folder: Path, times: int) -> None:
     async def reach(pair: Pair, ending: Ending) -> PairRequest:
         request = pair.begin(max_tokens=40)
         await request.has_tokens(3)
@@ -161,13 +167,13 @@ async def test_while_decode_runs(folder: Path) -> None:
         return request
 
     async with scripted_pair(folder, step_delay_s=0.003) as pair:
-        await end_in_every_way(pair, reach)
+        await end_in_every_way(pair, reach, times)
 
 
-async def test_at_the_very_last_token_and_twice(folder: Path) -> None:
+async def test_at_the_very_last_token_and_twice(folder: Path, times: int) -> None:
     """A cancel that races the end, and one of what is over, are no-ops."""
     async with scripted_pair(folder, step_delay_s=0.001) as pair:
-        for number in range(TIMES):
+        for number in range(times):
             request = pair.begin()
             await request.has_tokens(OUTPUT_TOKENS - number % 2)
             for ending in (Ending.BOTH, Ending.BOTH, Ending.CHANNELS, Ending.CHANNELS):
@@ -178,11 +184,11 @@ async def test_at_the_very_last_token_and_twice(folder: Path) -> None:
         await pair.check_idle()
 
 
-async def test_a_stop_ends_the_stream_well_before_the_commit_and_after_it(folder: Path) -> None:
+async def test_a_stop_ends_the_stream_well_before_the_commit_and_after_it(folder: Path, times: int) -> None:
     """A stop string was complete: decode ends the sequence, and the stream with status OK, once or twice told."""
     async with scripted_pair(folder, step_delay_s=0.002) as pair, RpcChannel(pair.decode.address) as channel:
         stub = worker_pb2_grpc.DecodeServiceStub(channel.grpc)
-        for number in range(TIMES):
+        for number in range(times):
             spec = make_spec(pair.prompts.next_id(), pair.prompts.draw(), OUTPUT_TOKENS)
             num_messages = number % 5  # one of them and it is registered, more and it runs
             start = worker_pb2.DecodeStart(
@@ -271,10 +277,10 @@ async def test_random_cancels_under_load_change_nobodys_tokens(folder: Path) -> 
         await pair.check_idle()
 
 
-async def test_the_name_of_a_cancelled_attempt_used_again_gets_none_of_its_tokens(folder: Path) -> None:
+async def test_the_name_of_a_cancelled_attempt_used_again_gets_none_of_its_tokens(folder: Path, times: int) -> None:
     """R130: refused until the engine has let go of it, and right from then on."""
     async with scripted_pair(folder, step_delay_s=0.002) as pair:
-        for ending in itertools.islice(itertools.cycle([Ending.BOTH, Ending.CHANNELS]), TIMES // 2):
+        for ending in itertools.islice(itertools.cycle([Ending.BOTH, Ending.CHANNELS]), times // 2):
             first = pair.begin(max_tokens=40, request_id="same")
             await first.has_tokens(2)
             await first.end(ending)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ from engine.scripted import load_script_config, reference_continuation
 from kvferry.client import Client, Completion, GenerateOptions
 from kvferry.config import Config
 from kvferry.errors import FailedPrecondition, InvalidArgument, NotFound, PermissionDenied, Unavailable
-from kvferry.telemetry import start_telemetry
-from proto.kvferry.v1 import admin_pb2
+from kvferry.telemetry import Metrics, start_telemetry
 from router.app import RouterApp
 from router.worker import MemberState, Worker
 from tests.support.deployment import Deployment, chat_folder, deployment_config, running_deployment
+from tests.support.drains import Request, progress_of
 from tests.support.worker_processes import ROOT, WorkerProcess, worker_process
 from tests.support.workers import until
 
@@ -34,28 +34,6 @@ SHORT_GRACE_S = 0.2
 FOR_EVER_S = 600.0
 COMMAND_TIMEOUT_S = 60.0
 LATE_BLOCK = {"kind": "delay", "block_index": 2, "attempt": 1, "delay_s": FOR_EVER_S}
-
-
-@dataclass(slots=True)
-class Request:
-    """One request, as its client sees it so far."""
-
-    completion: Completion = field(default_factory=Completion)
-    num_tokens: int = 0
-
-    async def run(self, client: Client, options: GenerateOptions) -> Completion:
-        async with client.generate(options) as events:
-            async for event in events:
-                self.completion.add(event)
-                self.num_tokens += len(event.delta.token_ids)
-        self.completion.check_complete()
-        return self.completion
-
-
-async def progress_of(client: Client, worker: str, **order: Any) -> list[admin_pb2.DrainWorkerResponse]:
-    """All that a drain tells."""
-    async with client.drain_worker(worker, **order) as progress:
-        return [step async for step in progress]
 
 
 def options_of(max_tokens: int = MAX_TOKENS) -> GenerateOptions:
@@ -79,6 +57,7 @@ class Fleet:
     router: RouterApp
     client: Client
     processes: dict[str, WorkerProcess]
+    metrics: Metrics
 
     def busy(self, role: str) -> Worker | None:
         """The worker of a role that has a request."""
@@ -114,7 +93,7 @@ async def running_fleet(folder: Path, config: Config) -> AsyncIterator[Fleet]:
         router = await stack.enter_async_context(RouterApp(router_config, telemetry))
         await until(lambda: _all_ready(router))
         client = await stack.enter_async_context(Client(router.address))
-        yield Fleet(config, router, client, dict(zip(addresses, workers, strict=True)))
+        yield Fleet(config, router, client, dict(zip(addresses, workers, strict=True)), telemetry.metrics)
 
 
 def _all_ready(router: RouterApp) -> bool:
@@ -174,11 +153,72 @@ async def test_what_outlasts_sigterm_goes_on_elsewhere(tmp_path: Path, phase: st
         assert "Traceback" not in process.log.read_text()
 
 
+MIN_MOVED_TOKENS = 8
+HELD_MOVE = {"kind": "delay", "block_index": 2, "attempt": 2, "delay_s": FOR_EVER_S}
+
+
+def moving_config(folder: Path, **faults: Any) -> Config:
+    """Silence is borne for longer than a machine under load keeps it; no test here waits for that."""
+    config = process_config(folder).replace("router", min_moved_tokens=MIN_MOVED_TOKENS)
+    return config.replace("transfer", progress_timeout_s=10.0).replace("faults", allow_faults=True, **faults)
+
+
+def moved_figures(fleet: Fleet) -> tuple[float | None, float | None]:
+    """Sequences that moved with blocks, and those blocks, as the router counted them."""
+    names = "kvferry_moved_sequences_total", "kvferry_moved_blocks_total"
+    sequences, blocks = (fleet.metrics.registry.get_sample_value(name) for name in names)
+    return sequences, blocks
+
+
+async def caught_moving(
+    fleet: Fleet, num_tokens: int = 2 * MIN_MOVED_TOKENS
+) -> tuple[asyncio.Future[Completion], Worker]:
+    """A request with so many tokens, whose decode worker has been sent SIGTERM."""
+    request = Request()
+    call = asyncio.ensure_future(request.run(fleet.client, options_of()))
+    await until(lambda: request.num_tokens >= num_tokens)
+    victim = fleet.busy("decode")
+    assert victim is not None and not call.done()
+    fleet.processes[victim.address].send(signal.SIGTERM)
+    return call, victim
+
+
+@pytest.mark.processes
+async def test_a_worker_that_ends_ships_first_what_it_let_go_of(tmp_path: Path) -> None:
+    config = moving_config(tmp_path / "model")
+    async with running_fleet(tmp_path, config) as fleet:
+        call, victim = await caught_moving(fleet)
+        assert await fleet.processes[victim.address].exit_code() == 0
+        completion = await call
+        assert completion.choices[0].token_ids == right_tokens(config)
+        assert completion.timings.num_attempts == 2
+        num_sequences, num_blocks = moved_figures(fleet)
+        assert num_sequences == 1
+        assert num_blocks is not None and num_blocks >= (len(PROMPT) + 2 * MIN_MOVED_TOKENS) // 4
+        log = fleet.processes[victim.address].log.read_text()
+        assert "work_moved" in log and '"num_kept": 1' in log and "Traceback" not in log
+
+
+@pytest.mark.processes
+async def test_a_worker_that_dies_while_it_ships_costs_another_attempt(tmp_path: Path) -> None:
+    config = moving_config(tmp_path / "model", shipping=[HELD_MOVE])
+    async with running_fleet(tmp_path, config) as fleet:
+        call, victim = await caught_moving(fleet)
+        process = fleet.processes[victim.address]
+        target = next(worker for worker in fleet.router.membership.decode if worker is not victim)
+        await until(lambda: target.status is not None and target.status.load.num_blocks_shipped >= 2)
+        process.send(signal.SIGKILL)
+        completion = await call
+        assert completion.choices[0].token_ids == right_tokens(config)
+        assert completion.timings.num_attempts == 3
+        assert moved_figures(fleet) == (0, 0)
+
+
 @EVERYWHERE
 async def test_what_outlasts_a_drain_goes_on_elsewhere(tmp_path: Path, phase: str, role: str) -> None:
     config = process_config(tmp_path / "model", phase)
     async with running_deployment(config, num_prefill=2, num_decode=2) as deployment:
-        fleet = Fleet(config, deployment.router, deployment.client, {})
+        fleet = Fleet(config, deployment.router, deployment.client, {}, deployment.telemetry.metrics)
         call, victim = await caught(fleet, phase, role)
         progress = await progress_of(fleet.client, victim.name, grace_s=SHORT_GRACE_S)
         assert (progress[0].num_running, progress[-1].num_running) == (1, 0)

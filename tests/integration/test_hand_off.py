@@ -517,16 +517,18 @@ async def test_health_is_answered_while_long_prompts_are_shipped(tmp_path: Path)
         await pair.check_idle()
 
 
-async def test_two_thousand_requests_leave_nothing_behind(tmp_path: Path) -> None:
-    """R117: no task, no mailbox, no sequence, no entry of any table, and no memory."""
+@pytest.mark.parametrize("num_requests", [100, pytest.param(600, marks=pytest.mark.soak)])
+async def test_many_requests_leave_nothing_behind(tmp_path: Path, num_requests: int) -> None:
+    """R117: no task, no mailbox, no sequence, no entry of any table, and no memory, after each of three times as many
+    requests."""
     config = scripted_config(scripted_folder(tmp_path / "model"), num_blocks=64)
     async with running_pair(config) as (prefill, decode, caller):
-        await many_requests(caller, 0, 400)
+        await many_requests(caller, 0, num_requests)
         await assert_idle(prefill, decode)
         growth_bytes = []
-        for first in (400, 1000, 1600):
+        for first in (num_requests, 2 * num_requests, 3 * num_requests):
             before = Residue.of(prefill, decode)
-            await many_requests(caller, first, 600)
+            await many_requests(caller, first, num_requests)
             await assert_idle(prefill, decode)
             await until(lambda before=before: Residue.of(prefill, decode).is_within(before))  # type: ignore[misc]
             growth_bytes.append(Residue.of(prefill, decode).rss_bytes - before.rss_bytes)

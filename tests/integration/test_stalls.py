@@ -21,6 +21,7 @@ from kvferry.wire import spec_to_pb
 from kvferry.worker_process import RunningWorker
 from kvtransfer.faults import Fault, FaultKind, Faults
 from proto.kvferry.v1 import worker_pb2, worker_pb2_grpc
+from tests.integration.conftest import ONCE
 from tests.support.pair import FULL_BLOCKS, OUTPUT_TOKENS, Prompts
 from tests.support.pair_request import Ending, PairRequest, failure_of
 from tests.support.tokenizers import byte_level_tokenizer, write_model_folder
@@ -160,6 +161,7 @@ async def test_prefill_frees_what_it_was_shipping_to_a_stopped_decode_and_serves
         await assert_idle(prefill, other)
 
 
+@ONCE
 async def test_a_router_that_falls_silent_loses_its_call(tmp_path: Path) -> None:
     """Its keepalive is answered by a thread of its own; only heartbeats tell that it still thinks."""
     model = Model(tmp_path, step_delay_s=0.01)
@@ -401,6 +403,7 @@ async def test_sigterm_lets_a_running_prefill_finish_and_refuses_new_ones(tmp_pa
         await assert_idle(decode)
 
 
+@ONCE
 @pytest.mark.parametrize("step_delay_s", [0.02, 0.5], ids=["short steps", "long steps"])
 async def test_sigterm_twice_ends_at_once_with_a_status(tmp_path: Path, step_delay_s: float) -> None:
     model = Model(tmp_path, step_delay_s=step_delay_s)
@@ -425,6 +428,7 @@ async def test_sigterm_twice_ends_at_once_with_a_status(tmp_path: Path, step_del
 # -- that cannot start ------------------------------------------------------------------------------------------------
 
 
+@ONCE
 async def test_what_keeps_a_worker_from_starting_is_one_line_and_a_failure(tmp_path: Path) -> None:
     good, bad = scripted_folder(tmp_path / "good"), scripted_folder(tmp_path / "bad", colour=1)
     no_weights = write_model_folder(tmp_path / "empty", byte_level_tokenizer(), config={"model_type": "llama"})

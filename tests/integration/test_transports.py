@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +227,7 @@ def some_faults(dice: random.Random) -> list[Fault]:
 
 
 async def check_random_faults(deployment: Deployment, num_requests: int, *, num_at_once: int = 8) -> None:
-    """Every request is answered right, whatever became of its blocks; of so many, some needed another attempt or sent a block again.
+    """Every request is answered right, whatever became of its blocks; some need another attempt, some blocks go twice.
 
     Which fault meets which block is a matter of timing: where a round was spared, there is another.
     """

@@ -99,6 +99,7 @@ def test_a_bad_request_is_one_clear_line(up: dict[str, Any]) -> None:
     assert "temperature" in line and "Traceback" not in line and len(line.strip().splitlines()) == 1
 
 
+@pytest.mark.soak
 def test_a_killed_worker_is_started_again_and_serves(up: dict[str, Any]) -> None:
     prompt = ("--max-tokens", "4", "--temperature", "0", "--ignore-eos", "One two three four")
     before = generate(up, *prompt)["choices"][0]["token_ids"]

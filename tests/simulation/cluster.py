@@ -1,13 +1,14 @@
 """One run: a cluster drawn from a seed, its requests, its faults, and what must hold in it and at its end.
 
-Workers crash, freeze, drain and come back as somebody else; routers crash and freeze. Every router learns of it in its
-own time."""
+Workers join late, leave, crash, freeze, drain and come back as somebody else; routers crash and freeze. Every router
+learns of it in its own time.
+"""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from engine.core import EngineCore, EngineLimits
 from engine.preemption import PreemptionPolicy
@@ -28,6 +29,8 @@ MAX_EVENTS = 200_000
 
 TIME_LIMIT_NS = 5_000 * MS
 """Longest a request may take in virtual time, faults and all."""
+
+NEVER_NS = 1 << 62
 
 Worker = PrefillWorker | DecodeWorker
 
@@ -66,7 +69,7 @@ class FaultPlan:
             ),
             num_crashes=rng.choice((0, 0, 1, 1, 2, 3)),
             num_freezes=rng.choice((0, 0, 0, 1, 2)),
-            num_drains=rng.choice((0, 0, 0, 1, 2)),
+            num_drains=rng.choice((0, 0, 0, 1, 3)),
             num_router_crashes=rng.choice((0, 0, 0, 1, 2)),
         )
 
@@ -111,6 +114,8 @@ class Cluster:
         self._workers: dict[str, Worker] = {}
         for name in (*prefill, *decode):
             self._start(name)
+        self._gone: set[str] = set()  # workers that left for good
+        self._schedule_joins_and_leaves(random.Random(f"membership {seed}"), prefill, decode)
         self._runs = [self._draw_run(plan) for plan in draw_requests(self._rng, self._limits.max_running)]
         self._schedule_faults()
 
@@ -124,6 +129,7 @@ class Cluster:
             max_chunk_tokens=self._rng.choice((None, 3, 8)),
             num_watermark_blocks=self._rng.choice((0, 1, 2)),
             prefix_caching=self._rng.random() < 0.9,
+            digests=True,
             num_swap_blocks=self._rng.choice((0, 0, 2, 8, 32)),
             preemption=PreemptionPolicy(self._rng.choice(("recompute", "swap"))),
         )
@@ -134,16 +140,17 @@ class Cluster:
         life = Life(self.world, name, self._epochs)
         num_blocks = self._num_prefill_blocks if name.startswith("P") else self._num_decode_blocks
         runner = ScriptedRunner(SCRIPT, num_blocks=num_blocks, block_size=BLOCK_SIZE)
-        limits = replace(self._limits, digests=name.startswith("P"))
-        core = EngineCore(runner, limits, clock_ns=lambda: self.world.now_ns)
+        core = EngineCore(runner, self._limits, clock_ns=lambda: self.world.now_ns)
         worker: Worker
         if name.startswith("P"):
             worker = PrefillWorker(life, core, self._oracle, self._network, self._plan.frames)
             worker.new_call = self._parts.new_prefill_call
             worker.reship_probability = self._reship_probability
         else:
-            worker = DecodeWorker(life, core, self._oracle)
+            worker = DecodeWorker(life, core, self._oracle, self._network, self._plan.frames)
             worker.new_host = self._parts.new_decode_host
+            worker.mover.new_call = self._parts.new_prefill_call
+            worker.mover.reship_probability = self._reship_probability
         self._workers[name] = worker
         self._network.listen(name, life, worker.accept)
 
@@ -165,6 +172,26 @@ class Cluster:
         else:
             router.life.run(run.interrupt)
 
+    def _schedule_joins_and_leaves(self, rng: random.Random, *roles: tuple[str, ...]) -> None:
+        """Of each role one worker is there from the beginning to the end; of the others some come late, some leave.
+
+        Drawn apart, so that this shifts nothing else that a seed decides.
+        """
+        for names in roles:
+            for name in names[1:]:
+                if rng.random() < 0.25:
+                    self._join_late(name, rng.randrange(60 * MS))
+                if rng.random() < 0.25:
+                    self.world.at(rng.randrange(20 * MS, 120 * MS), self._leave, name)
+
+    def _join_late(self, name: str, at_ns: int) -> None:
+        self.world.counts["late joins"] += 1
+        self._workers[name].life.crash(is_noticed=True)
+        for router in self._routers.values():
+            router.membership.set_up(name, is_up=False)
+        self._outages.add(name, at_ns)
+        self.world.at(at_ns, self._restart, name)
+
     # -- faults ------------------------------------------------------------------------------------------------------
 
     def _schedule_faults(self) -> None:
@@ -177,7 +204,7 @@ class Cluster:
             name = self._rng.choice(list(self._routers) if is_router else names)
             self.world.at(self.world.below(until_ns), self._freeze, name)
         for _ in range(self._plan.num_drains):
-            self.world.at(self.world.below(until_ns), self._drain, self._rng.choice(names))
+            self.world.at(self.world.below(until_ns), self._drain_some)
         for _ in range(self._plan.num_router_crashes):
             self.world.at(self.world.below(until_ns), self._crash_router, self._rng.choice(list(self._routers)))
 
@@ -225,6 +252,15 @@ class Cluster:
         else:
             router.membership.set_up(name, is_up=True)
 
+    def _drain_some(self, num_looks: int = 20) -> None:
+        """A decode worker that has something in its batch drains, or any worker when none has had for a while."""
+        well = [name for name, worker in self._workers.items() if worker.life.is_alive and not worker.is_draining]
+        busy = [name for name in well if name.startswith("D") and self._workers[name].core.scheduler.running]
+        if not busy and num_looks:
+            self.world.after(2 * MS, self._drain_some, num_looks - 1)
+        elif well:
+            self._drain(self._rng.choice(busy or well))
+
     def _drain(self, name: str) -> None:
         """Nothing new; past the grace what still runs moves; then it serves again, or another life takes its place."""
         worker = self._workers[name]
@@ -233,11 +269,19 @@ class Cluster:
         self.world.counts["drains"] += 1
         self.world.note(name, "drains")
         worker.is_draining = True
-        grace_ns, rest_ns = self.world.below(20 * MS), self.world.below(50 * MS)
+        grace_ns = self.world.below(20 * MS) if self.world.happens(0.3) else self.world.below(2 * MS)
+        rest_ns = self.world.below(50 * MS)
         self._outages.add(name, self.world.now_ns + grace_ns + rest_ns + PROGRESS_TIMEOUT_NS)
         self._tell_routers(0, 5 * MS, name, is_up=False)
         self.world.after(grace_ns, worker.life.run, self._move, worker)
         self.world.after(grace_ns + rest_ns, worker.life.run, self._end_drain, worker)
+
+    def _leave(self, name: str) -> None:
+        """It drains and ends, and nobody takes its place."""
+        self._gone.add(name)
+        self._outages.add(name, NEVER_NS)
+        self.world.counts["leaves"] += 1
+        self._drain(name)
 
     def _move(self, worker: Worker) -> None:
         self._blame_all(worker.life, f"{worker.life.name} has drained")
@@ -245,14 +289,16 @@ class Cluster:
 
     def _end_drain(self, worker: Worker) -> None:
         name = worker.life.name
-        if self.world.happens(0.5):
-            self._crash(name)  # nothing runs there any more
+        if name in self._gone or self.world.happens(0.5):
+            self._crash(name)  # nothing runs there any more but moves
             return
         self.world.note(name, "serves again")
         worker.is_draining = False
         self._tell_routers(0, 20 * MS, name, is_up=True)
 
     def _restart(self, name: str) -> None:
+        if name in self._gone:
+            return
         self.world.note(name, "restarts")
         self._start(name)
         self._outages.add(name, self.world.now_ns + 20 * MS)
@@ -347,6 +393,8 @@ class Cluster:
         """Nothing runs, nothing waits, nothing is held."""
         core, life = worker.core, worker.life
         if not life.is_alive:
+            if life.name in self._gone:
+                return
             raise InvariantViolation(f"{life.name} did not come back")
         worker.engine.check()
         found = worker.leftovers()

@@ -15,16 +15,20 @@ from engine.forward_batch import SampledToken
 from engine.outputs import BeamsFinished, GrantMade, Output, SequenceCommitted, SequenceFailed, TokenSampled
 from engine.specs import sequence_from_spec
 from kvferry.block_digest import block_digest
-from kvferry.errors import FailedPrecondition, KvferryError, NotFound, Unavailable
+from kvferry.errors import FailedPrecondition, KvferryError, NotFound, Unavailable, WorkerDraining
+from kvferry.moves import is_worth_moving
 from kvferry.spec import SequenceSpec
 from kvtransfer.messages import Offer
 from kvtransfer.transport import CommitOutcome, Grant
 from router.events import BeamsFound, Committed, Hypothesis, Registered, Tokens
 from tests.simulation.engine_host import Command, EngineHost, PendingCommand
 from tests.simulation.messages import DecodeStart, DecodeStop
-from tests.simulation.network import End, Life, StreamHandler, refuse
+from tests.simulation.network import PROGRESS_TIMEOUT_NS, End, Life, Network, StreamHandler, refuse
 from tests.simulation.oracle import BlockOracle
+from tests.simulation.prefill_shell import PrefillWorker
 from tests.simulation.receipt import ShipReceipt
+from tests.simulation.shipment import FrameFaults
+from tests.simulation.workload import MIN_MOVED_TOKENS
 
 
 class DecodeHost:
@@ -36,7 +40,7 @@ class DecodeHost:
         self.is_closed = False
         self._num_tokens = len(spec.token_ids)
         self._reservation: Reservation | None = None
-        self._verified: set[int] = set()
+        self._digests: dict[int, bytes] = {}  # of verified blocks
         self._is_shipping = False
         self._pending: PendingCommand | None = None
         self._on_grant: Callable[[Grant | KvferryError], None] | None = None
@@ -67,7 +71,7 @@ class DecodeHost:
     def verify(self, block_index: int, digest: bytes) -> bool:
         is_right = block_digest(self._block(block_index)) == digest
         if is_right:
-            self._verified.add(block_index)
+            self._digests[block_index] = digest
         return is_right
 
     def commit(
@@ -79,6 +83,8 @@ class DecodeHost:
         self._check_open()
         admission, seq_id = self.worker.admission, self.seq_id
         first = [SampledToken(*one) for one in zip_longest(first_token_ids, first_logprobs)]
+        num_full_blocks = self._num_tokens // self.worker.core.layout.block_size
+        digests = {index: digest for index, digest in self._digests.items() if index < num_full_blocks}
 
         def on_committed(result: object) -> None:
             assert isinstance(result, CommitOutcome | KvferryError)
@@ -86,7 +92,7 @@ class DecodeHost:
                 self._is_shipping = False
             done(result)
 
-        self._submit(lambda core: admission.commit(seq_id, first), on_committed)
+        self._submit(lambda core: admission.commit(seq_id, first, digests), on_committed)
 
     def release(self) -> None:
         """The shipment ended without a commit."""
@@ -98,7 +104,7 @@ class DecodeHost:
         if self.is_closed:
             return
         num_arrived_tokens = self._num_arrived_tokens(reservation)
-        self._verified.clear()
+        self._digests.clear()
         admission, seq_id = self.worker.admission, self.seq_id
         self.worker.life.world.counts["withdrawals"] += 1
         self.worker.engine.submit(lambda core: admission.withdraw(seq_id, num_arrived_tokens))
@@ -112,7 +118,7 @@ class DecodeHost:
     def _num_arrived_tokens(self, reservation: Reservation | None) -> int:
         block_size = self.worker.core.layout.block_size
         num_full_blocks = self._num_tokens // block_size
-        missing = set(reservation.wanted if reservation else range(num_full_blocks)) - self._verified
+        missing = set(reservation.wanted if reservation else range(num_full_blocks)) - self._digests.keys()
         leading = min((index for index in missing if index < num_full_blocks), default=num_full_blocks)
         return leading * block_size
 
@@ -178,6 +184,7 @@ class DecodeCall:
         self._registering: PendingCommand | None = None
         self._mailbox: list[Output] = []
         self._choices: set[int] = set()  # that have not ended
+        self._num_told: dict[int, int] = {}  # output tokens by choice
         self._is_over = False
 
     def on_message(self, message: object) -> None:
@@ -234,7 +241,12 @@ class DecodeCall:
             return
         assert self._spec is not None
         life = self._worker.life
-        self._end.send(Registered(self._spec.id.attempt, life.epoch, life.name))
+        self._end.send(Registered(self._spec.id.attempt, life.epoch, life.name, self._keeps_blocks))
+
+    @property
+    def _keeps_blocks(self) -> bool:
+        assert self._spec is not None
+        return self._worker.core.block_manager.prefix_caching and self._spec.beam is None
 
     def _report(self) -> None:
         """One message for all tokens of a choice that are there, as `DecodeReporter`."""
@@ -278,12 +290,17 @@ class DecodeCall:
         assert self._spec is not None
         token_ids, finish = tuple(token.token_id for token in tokens), tokens[-1].finish
         self._end.send(Tokens(self._spec.id.attempt, tokens[0].token_index, token_ids, finish, choice))
+        self._num_told[choice] = tokens[-1].token_index + 1
         if finish is not None:
             self._end_choice(choice)
 
     def move(self) -> None:
-        """The worker drains and waits no longer."""
-        self._finish(Unavailable(f"{self._worker.life.name} is draining"))
+        """The worker drains and waits no longer; what is worth it is kept."""
+        if self._spec is not None and self._keeps_blocks:
+            for choice in self._choices & self._num_told.keys():
+                if is_worth_moving(self._num_told[choice], self._spec.sampling.max_tokens, MIN_MOVED_TOKENS):
+                    self._worker.keep(self._spec.id.request_id, choice)
+        self._finish(WorkerDraining(f"{self._worker.life.name} is draining"))
 
     def _finish(self, error: KvferryError | None = None) -> None:
         self._end.close(error)
@@ -309,11 +326,16 @@ class DecodeCall:
 class DecodeWorker:
     """One life of a decode worker."""
 
-    def __init__(self, life: Life, core: EngineCore, oracle: BlockOracle) -> None:
+    def __init__(
+        self, life: Life, core: EngineCore, oracle: BlockOracle, network: Network, faults: FrameFaults
+    ) -> None:
         self.life = life
         self.core = core
         self.admission = DecodeAdmission(core)
         self.engine = EngineHost(life, core, oracle, before_step=self._poll, deliver=self._deliver)
+        self.mover = PrefillWorker(life, core, oracle, network, faults, self.engine)
+        self.mover.refusal = self._claim
+        self._kept: set[tuple[str, int]] = set()
         self.calls: dict[str, DecodeCall] = {}
         self.mailboxes: dict[str, DecodeCall] = {}  # those that still listen to the engine
         self.new_host: type[DecodeHost] = DecodeHost
@@ -325,8 +347,23 @@ class DecodeWorker:
         for call in list(self.mailboxes.values()):
             call.move()
 
+    def keep(self, request_id: str, choice: int) -> None:
+        """As `kvferry.moves.MovedSequences`."""
+        self.life.world.counts["kept to be moved"] += 1
+        self._kept.add((request_id, choice))
+        self.life.after(PROGRESS_TIMEOUT_NS, self._kept.discard, (request_id, choice))
+
+    def _claim(self, spec: SequenceSpec) -> KvferryError | None:
+        key = (spec.id.request_id, spec.choice)
+        if key not in self._kept:
+            return FailedPrecondition(f"{self.life.name} keeps nothing of {key}")
+        self._kept.remove(key)
+        return None
+
     def accept(self, method: str, end: End) -> StreamHandler:
-        """A new call; shipments for what runs here still come in while it drains."""
+        """A new call; shipments for what runs here still come in while it drains, and what it let go of leaves."""
+        if method == "prefill":
+            return self.mover.new_call(self.mover, end)
         if self.is_draining and method == "decode":
             return refuse(end, self.life)
         return DecodeCall(self, end) if method == "decode" else ShipReceipt(self.life, self.core, end, self.open_host)
@@ -345,7 +382,8 @@ class DecodeWorker:
 
     def leftovers(self) -> list[str]:
         """What should not be there when nothing runs any more."""
-        found = [f"calls: {list(self.calls)}"] if self.calls else []
+        found = self.mover.leftovers()
+        found += [f"calls: {list(self.calls)}"] if self.calls else []
         if self.admission.num_waiting or self.admission._committed:
             found.append(f"{self.admission.num_waiting} waiting grants, committed {self.admission._committed}")
         return found
@@ -357,6 +395,7 @@ class DecodeWorker:
         return outputs
 
     def _deliver(self, outputs: list[Output]) -> None:
+        self.mover.deliver(outputs)
         for output in outputs:
             call = self.mailboxes.get(output.seq_id)
             if call is not None:

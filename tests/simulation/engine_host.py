@@ -12,9 +12,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from engine.block_events import BlockEvents, PendingChanges
 from engine.core import EngineCore
 from engine.outputs import Output
+from kvferry.block_changes import NumberedChanges
 from kvferry.errors import KvferryError
+from router.block_index import BlockIndex
 from tests.simulation.network import Life
 from tests.simulation.oracle import BlockOracle
 from tests.simulation.world import MS, InvariantViolation
@@ -41,6 +44,28 @@ class PendingCommand:
             self.done(result)
 
 
+class BlockReader:
+    """A router that follows the published blocks of one engine and takes changes at every third look."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._pool, self._events, self._index = core.pool, BlockEvents(core.pool), BlockIndex()
+        self._watcher = PendingChanges(core.pool.num_blocks // 2, int)  # few, so that it needs snapshots, too
+        self._events.open(self._watcher)
+        self._num_looks = self._num_taken = 0
+
+    def check(self) -> None:
+        """Raises unless the index is what is published, whenever all changes are taken."""
+        self._num_looks += 1
+        if self._num_looks % 3:
+            return
+        self._num_taken += 1
+        self._index.take("worker", NumberedChanges(1, self._num_taken, self._events.take(self._watcher)))
+        published = self._pool.published_hashes()
+        found = all(self._index.longest_run([block_hash]) for block_hash in published)
+        if not found or self._index.known("worker").num_blocks != len(published):
+            raise InvariantViolation("the index of a router is not what its worker published")
+
+
 class EngineHost:
     """Runs one `EngineCore`, checking its books after everything that happens to it.
 
@@ -65,6 +90,7 @@ class EngineHost:
         self._life = life
         self._world = life.world
         self._oracle = oracle
+        self._block_reader = BlockReader(core)
         self._before_step = before_step
         self._deliver = deliver
         self._commands: deque[PendingCommand] = deque()
@@ -84,9 +110,10 @@ class EngineHost:
         return not (self._commands or self._is_turning or self._may_step)
 
     def check(self) -> None:
-        """Raises unless every block is accounted for and published blocks hold what their hash says."""
+        """Raises unless every block is accounted for, and published blocks hold what their hash says and are told."""
         self.core.check_integrity()
         self._oracle.check(self.core)
+        self._block_reader.check()
 
     def check_holds(self, seq_id: str, block_index: int, block_id: int) -> None:
         """Raises unless the block, which the event loop is about to read or write, is the sequence's own."""

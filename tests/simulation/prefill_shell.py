@@ -12,7 +12,7 @@ from engine.core import EngineCore
 from engine.outputs import Output
 from engine.sequence import Sequence
 from engine.specs import sequence_from_spec
-from kvferry.errors import DataLoss, KvferryError, Unavailable
+from kvferry.errors import DataLoss, KvferryError, Unavailable, WorkerDraining
 from kvferry.spec import SequenceSpec
 from kvtransfer.messages import Offer
 from prefill_svc.task import (
@@ -56,6 +56,12 @@ class PrefillCall:
     def on_message(self, message: object) -> None:
         assert isinstance(message, PrefillStart)
         worker, spec, target = self._worker, message.spec, message.target
+        refusal = worker.refusal(spec)
+        if refusal is not None:
+            self._is_over = True
+            self._end.blame(refusal.message)
+            self._end.close(refusal)
+            return
         self._spec, self._target = spec, target
         has_target = target is not None
         sequence = sequence_from_spec(spec, worker.core, arrival=worker.next_arrival(), hold_after_prefill=has_target)
@@ -120,6 +126,7 @@ class PrefillCall:
                 first = FirstToken(attempt, action.token_index, action.token_id, action.finish, action.choice)
                 self._end.send(first)
             case ReportDone():
+                self._worker.life.world.counts["moves with blocks"] += self._worker.is_moving
                 self._end.send(PrefillDone(attempt))
                 self._leave()
                 self._end.close()
@@ -187,7 +194,7 @@ class PrefillCall:
 
     def move(self) -> None:
         """The worker drains and waits no longer."""
-        error = Unavailable(f"{self._worker.life.name} is draining")
+        error = WorkerDraining(f"{self._worker.life.name} is draining")
         self._leave(error)
         self._end.close(error)
 
@@ -214,16 +221,25 @@ class PrefillCall:
 
 
 class PrefillWorker:
-    """One life of a prefill worker."""
+    """One life of a prefill worker; with an `engine` of somebody else's, the part of a decode worker that ships what
+    that one let go of."""
 
     def __init__(
-        self, life: Life, core: EngineCore, oracle: BlockOracle, network: Network, faults: FrameFaults
+        self,
+        life: Life,
+        core: EngineCore,
+        oracle: BlockOracle,
+        network: Network,
+        faults: FrameFaults,
+        engine: EngineHost | None = None,
     ) -> None:
         self.life = life
         self.core = core
         self.network = network
         self.faults = faults
-        self.engine = EngineHost(life, core, oracle, before_step=list, deliver=self._deliver)
+        self.engine = engine or EngineHost(life, core, oracle, before_step=list, deliver=self.deliver)
+        self.is_moving = engine is not None
+        self.refusal: Callable[[SequenceSpec], KvferryError | None] = lambda spec: None
         self.calls: dict[str, PrefillCall] = {}
         self.new_call: type[PrefillCall] = PrefillCall
         self.is_draining = False
@@ -248,7 +264,8 @@ class PrefillWorker:
         """What should not be there when nothing runs any more."""
         return [f"calls: {list(self.calls)}"] if self.calls else []
 
-    def _deliver(self, outputs: list[Output]) -> None:
+    def deliver(self, outputs: list[Output]) -> None:
+        """Hands what the engine says to the calls it is for."""
         for output in outputs:
             call = self.calls.get(output.seq_id)
             if call is not None:

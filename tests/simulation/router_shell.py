@@ -47,7 +47,7 @@ from router.events import (
 from router.lifecycle import DEFAULT_MAX_ATTEMPTS, RequestLifecycle
 from tests.simulation.messages import DecodeStart, DecodeStop, PrefillStart
 from tests.simulation.network import PROGRESS_TIMEOUT_NS, End, Life, Network
-from tests.simulation.workload import Interruption, RequestPlan
+from tests.simulation.workload import MIN_MOVED_TOKENS, Interruption, RequestPlan
 from tests.simulation.world import MS, InvariantViolation
 
 PATIENCE_NS = 2_000 * MS
@@ -390,6 +390,7 @@ class LifecycleRun:
             resumes=resumes,
             attempts=run.attempts,
             local_prefill=not self._membership.prefill,
+            min_moved_tokens=MIN_MOVED_TOKENS,
         )
         self._calls: dict[WorkerCall, None] = {}
         self._prefill: dict[int, WorkerCall] = {}  # by attempt
@@ -508,6 +509,8 @@ class LifecycleRun:
         decode = self._membership.ready(self._membership.decode, action.excluding) if action.needs_decode else [""]
         if prefill and decode:
             chosen = WorkersChosen(self._one_of(prefill), self._one_of(decode))
+            if action.source is not None and chosen.decode != action.source.worker:
+                chosen = WorkersChosen(action.source.worker, chosen.decode)
             self._life.after(self._world.below(200_000), self._handle_if_attempt, action.attempt, chosen)
         elif self._world.now_ns > until_ns:
             self.handle(NoWorkers(Unavailable("no pair of workers")))

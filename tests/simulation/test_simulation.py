@@ -34,6 +34,8 @@ def test_the_sample_reaches_the_corners_it_is_for() -> None:
         "ended while parked",
         "waits for workers",
         "drains",
+        "kept to be moved",
+        "moves with blocks",
         "told early",
         "router crashes",
         "routers lost",

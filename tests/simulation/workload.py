@@ -18,6 +18,9 @@ MAX_OUTPUT_TOKENS = 12
 LEAST_BLOCKS = -(-(MAX_PROMPT_TOKENS + MAX_OUTPUT_TOKENS - 1) // BLOCK_SIZE)
 """The longest request fits alone, with nothing to spare."""
 
+MIN_MOVED_TOKENS = 2
+"""Few, so that many of the short outputs here move with their blocks; a single token goes the ordinary way."""
+
 NUM_CHOICES = (1, 1, 1, 2, 4)
 BEAM_PROBABILITY = 0.12
 BEAM_WIDTHS = (2, 2, 3)

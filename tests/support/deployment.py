@@ -17,8 +17,9 @@ from kvferry.config import Config, EngineConfig, ModelConfig, RouterConfig, Tran
 from kvferry.telemetry import Telemetry, start_telemetry
 from kvferry.worker_process import RunningWorker
 from router.app import RouterApp
+from tests.support.relay import Relay
 from tests.support.tokenizers import write_chatml_folder
-from tests.support.workers import DEFAULTS, assert_idle, running_worker
+from tests.support.workers import DEFAULTS, assert_idle, free_address, running_worker
 
 LOOPBACK = "127.0.0.1:0"
 
@@ -61,23 +62,36 @@ def deployment_config(folder: Path, *, dtype: str = "float32", timeout_s: float 
 
 @asynccontextmanager
 async def running_deployment(
-    config: Config, *, num_prefill: int = 1, num_decode: int = 1, client_tracing: bool = False
+    config: Config,
+    *,
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    client_tracing: bool = False,
+    ship_relay: Relay | None = None,
 ) -> AsyncIterator[Deployment]:
-    """A router with its workers for the length of the block."""
+    """A router with its workers for the length of the block; `ship_relay` stands in prefill's hop to a single decode
+    worker."""
     exporter = InMemorySpanExporter()
     async with AsyncExitStack() as stack:
 
-        async def workers(role: str, number: int) -> list[RunningWorker]:
+        async def workers(role: str, number: int, **place: Any) -> list[RunningWorker]:
             return [
                 await stack.enter_async_context(
-                    running_worker(role, config, worker_id=f"{role}-{index}", exporter=exporter)
+                    running_worker(role, config, worker_id=f"{role}-{index}", exporter=exporter, **place)
                 )
                 for index in range(number)
             ]
 
-        prefill, decode = await workers("prefill", num_prefill), await workers("decode", num_decode)
+        prefill = await workers("prefill", num_prefill)
+        if ship_relay is None:
+            decode = await workers("decode", num_decode)
+            decode_addresses = [worker.address for worker in decode]
+        else:
+            decode_addresses = [free_address()]
+            ship_relay.forward_to(decode_addresses[0])
+            decode = await workers("decode", 1, listen=decode_addresses[0], advertise=ship_relay.address)
         router_config = config.replace(
-            "router", prefill=[worker.address for worker in prefill], decode=[worker.address for worker in decode]
+            "router", prefill=[worker.address for worker in prefill], decode=decode_addresses
         )
         telemetry = start_telemetry(config.telemetry, "router", "router", exporter=exporter)
         stack.push_async_callback(telemetry.shutdown)

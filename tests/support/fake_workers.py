@@ -16,12 +16,13 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
+from kvferry.block_changes import BlockChanges
 from kvferry.errors import FailedPrecondition, KvferryError
 from kvferry.kv_layout import KvLayout
 from kvferry.rpc import RpcServer
 from kvferry.sampling import Finish
 from kvferry.spec import SequenceSpec
-from kvferry.wire import finish_to_pb, layout_to_pb, spec_from_pb
+from kvferry.wire import block_changes_to_pb, finish_to_pb, layout_to_pb, spec_from_pb
 from proto.kvferry.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
 if TYPE_CHECKING:
@@ -188,6 +189,8 @@ class FakeWorker(
     Attributes:
         layout: what it claims.
         draining: what it says.
+        block_hashes: what it says that it can be hit for.
+        num_block_watches: calls of WatchBlocks so far.
         watched: set while a router watches.
     """
 
@@ -200,6 +203,8 @@ class FakeWorker(
         self.layout = LAYOUT
         self.vocab_size = network.vocab_size
         self.draining = False
+        self.block_hashes: list[bytes] = []
+        self.num_block_watches = 0
         self.is_silent = False
         self.stops: list[tuple[int, int]] = []  # choices and how many tokens were wanted
         self._registered: dict[tuple[str, int], asyncio.Event] = {}
@@ -207,7 +212,7 @@ class FakeWorker(
 
     async def start(self) -> None:
         """Serves, on the address it had before if it was started before."""
-        server = RpcServer(background_methods=frozenset({"Watch"}))
+        server = RpcServer(background_methods=frozenset({"Watch", "WatchBlocks"}))
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server.grpc)
         if self.role == "prefill":
             worker_pb2_grpc.add_PrefillServiceServicer_to_server(self, server.grpc)
@@ -233,6 +238,18 @@ class FakeWorker(
             if not self.is_silent:
                 await context.write(self._status())
             await asyncio.sleep(WATCH_INTERVAL_S)
+
+    async def WatchBlocks(  # type: ignore[override]  # a coroutine that writes
+        self,
+        request: worker_pb2.WatchBlocksRequest,
+        context: ServicerContext[worker_pb2.WatchBlocksRequest, worker_pb2.WatchBlocksResponse],
+    ) -> None:
+        self.num_block_watches += 1
+        changes = BlockChanges(is_reset=True, stored=self.block_hashes)
+        for number, message in enumerate(block_changes_to_pb(changes), start=1):
+            message.epoch, message.sequence_number = self.epoch, number
+            await context.write(message)
+        await asyncio.Event().wait()
 
     async def Drain(  # type: ignore[override]  # a coroutine that writes
         self,

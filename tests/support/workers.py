@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -68,6 +69,7 @@ async def running_worker(
     config: Config,
     *,
     listen: str = "127.0.0.1:0",
+    advertise: str | None = None,
     worker_id: str = "",
     exporter: SpanExporter | None = None,
     faults: Faults = NO_FAULTS,
@@ -80,12 +82,27 @@ async def running_worker(
         config = config.replace("transfer", transport="auto")
     worker_id = worker_id or f"{role}-0"
     telemetry = start_telemetry(config.telemetry, role, worker_id, exporter=exporter)
-    worker = await start_worker(role, open_role(role, faults), config, listen, worker_id=worker_id, telemetry=telemetry)
+    worker = await start_worker(
+        role,
+        open_role(role, faults),
+        config,
+        listen,
+        advertise=advertise,
+        worker_id=worker_id,
+        telemetry=telemetry,
+    )
     try:
         yield worker
     finally:
         await worker.stop()
         await telemetry.shutdown()
+
+
+def free_address() -> str:
+    """For a server that others are told of before it starts, or that has the same address in all its lives."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def core_of(worker: RunningWorker) -> EngineCore:
@@ -95,9 +112,9 @@ def core_of(worker: RunningWorker) -> EngineCore:
     return core
 
 
-def set_faults(prefill: RunningWorker, *faults: Fault) -> None:
-    """What goes wrong in every shipment of a prefill worker from the next one on; nothing where none is given."""
-    servicer = prefill.role.servicer  # type: ignore[attr-defined]
+def set_faults(worker: RunningWorker, *faults: Fault) -> None:
+    """What goes wrong in every shipment of a worker from the next one on; nothing where none is given."""
+    servicer = getattr(worker.role, "move_servicer", None) or worker.role.servicer  # type: ignore[attr-defined]
     servicer.options = dataclasses.replace(servicer.options, faults=Faults(faults))
 
 
@@ -118,6 +135,8 @@ async def assert_idle(*workers: RunningWorker, timeout_s: float = 10.0) -> None:
         servicer = worker.role.servicer  # type: ignore[attr-defined]
         await until(lambda servicer=servicer: not getattr(servicer, "_attempts", None), timeout_s)  # type: ignore[misc]
         await until(lambda servicer=servicer: not getattr(servicer, "_running", None), timeout_s)  # type: ignore[misc]
+        mover = getattr(worker.role, "move_servicer", None)
+        await until(lambda mover=mover: not getattr(mover, "_running", None), timeout_s)  # type: ignore[misc]
         admission = getattr(worker.role, "admission", None)
         assert admission is None or admission.num_waiting == 0
 

@@ -168,7 +168,7 @@ class BlocksCleared(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_used_blocks", "num_steps", "num_prefill_tokens", "num_cached_tokens", "num_sampled_tokens", "num_blocks_shipped", "shipped_bytes", "num_nacks", "num_evictions", "num_recompute_preemptions", "num_swap_preemptions", "num_recomputed_tokens", "num_blocks_swapped_out", "num_blocks_swapped_in", "num_blocks_copied", "num_pinned_blocks", "tenant_hits", "num_integrity_faults", "num_unsound_hits", "max_running", "num_parked_prompts")
+    __slots__ = ("num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_used_blocks", "num_steps", "num_prefill_tokens", "num_cached_tokens", "num_sampled_tokens", "num_blocks_shipped", "shipped_bytes", "num_nacks", "num_evictions", "num_recompute_preemptions", "num_swap_preemptions", "num_recomputed_tokens", "num_blocks_swapped_out", "num_blocks_swapped_in", "num_blocks_copied", "num_pinned_blocks", "tenant_hits", "num_integrity_faults", "num_unsound_hits", "max_running", "num_parked_prompts", "num_moved_sequences", "num_blocks_moved")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +195,8 @@ class WorkerLoad(_message.Message):
     NUM_UNSOUND_HITS_FIELD_NUMBER: _ClassVar[int]
     MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_PARKED_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MOVED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_MOVED_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_blocks: int
@@ -221,7 +223,9 @@ class WorkerLoad(_message.Message):
     num_unsound_hits: int
     max_running: int
     num_parked_prompts: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., num_blocks_shipped: _Optional[int] = ..., shipped_bytes: _Optional[int] = ..., num_nacks: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_recompute_preemptions: _Optional[int] = ..., num_swap_preemptions: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_blocks_swapped_out: _Optional[int] = ..., num_blocks_swapped_in: _Optional[int] = ..., num_blocks_copied: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., tenant_hits: _Optional[_Iterable[_Union[TenantHits, _Mapping]]] = ..., num_integrity_faults: _Optional[int] = ..., num_unsound_hits: _Optional[int] = ..., max_running: _Optional[int] = ..., num_parked_prompts: _Optional[int] = ...) -> None: ...
+    num_moved_sequences: int
+    num_blocks_moved: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., num_blocks_shipped: _Optional[int] = ..., shipped_bytes: _Optional[int] = ..., num_nacks: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_recompute_preemptions: _Optional[int] = ..., num_swap_preemptions: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_blocks_swapped_out: _Optional[int] = ..., num_blocks_swapped_in: _Optional[int] = ..., num_blocks_copied: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., tenant_hits: _Optional[_Iterable[_Union[TenantHits, _Mapping]]] = ..., num_integrity_faults: _Optional[int] = ..., num_unsound_hits: _Optional[int] = ..., max_running: _Optional[int] = ..., num_parked_prompts: _Optional[int] = ..., num_moved_sequences: _Optional[int] = ..., num_blocks_moved: _Optional[int] = ...) -> None: ...
 
 class TenantHits(_message.Message):
     __slots__ = ("tenant", "num_queried_tokens", "num_hit_tokens")
@@ -324,14 +328,16 @@ class DecodeRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[DecodeStart, _Mapping]] = ..., stop: _Optional[_Union[DecodeStop, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class DecodeStart(_message.Message):
-    __slots__ = ("sequence", "local_prefill", "progress_timeout_s")
+    __slots__ = ("sequence", "local_prefill", "progress_timeout_s", "min_moved_tokens")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    MIN_MOVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequence: SequenceSpec
     local_prefill: bool
     progress_timeout_s: float
-    def __init__(self, sequence: _Optional[_Union[SequenceSpec, _Mapping]] = ..., local_prefill: _Optional[bool] = ..., progress_timeout_s: _Optional[float] = ...) -> None: ...
+    min_moved_tokens: int
+    def __init__(self, sequence: _Optional[_Union[SequenceSpec, _Mapping]] = ..., local_prefill: _Optional[bool] = ..., progress_timeout_s: _Optional[float] = ..., min_moved_tokens: _Optional[int] = ...) -> None: ...
 
 class DecodeStop(_message.Message):
     __slots__ = ("num_wanted_tokens", "choice")
@@ -360,12 +366,14 @@ class DecodeResponse(_message.Message):
     def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., tokens: _Optional[_Union[DecodeTokens, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., beams: _Optional[_Union[Beams, _Mapping]] = ...) -> None: ...
 
 class Registered(_message.Message):
-    __slots__ = ("epoch", "ship_address")
+    __slots__ = ("epoch", "ship_address", "keeps_blocks")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SHIP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     ship_address: str
-    def __init__(self, epoch: _Optional[int] = ..., ship_address: _Optional[str] = ...) -> None: ...
+    keeps_blocks: bool
+    def __init__(self, epoch: _Optional[int] = ..., ship_address: _Optional[str] = ..., keeps_blocks: _Optional[bool] = ...) -> None: ...
 
 class Committed(_message.Message):
     __slots__ = ("attempt", "num_cached_tokens")

@@ -237,7 +237,8 @@ class WorkerService:
 
 
 class PrefillServiceStub:
-    """Fills KV blocks, samples the first token, ships the blocks.
+    """Fills KV blocks, samples the first token, ships the blocks. A decode worker serves it for sequences that it let go of
+    when it drained, whose blocks it holds: there only the last tokens are computed.
     """
 
     def __init__(self, channel):
@@ -254,7 +255,8 @@ class PrefillServiceStub:
 
 
 class PrefillServiceServicer:
-    """Fills KV blocks, samples the first token, ships the blocks.
+    """Fills KV blocks, samples the first token, ships the blocks. A decode worker serves it for sequences that it let go of
+    when it drained, whose blocks it holds: there only the last tokens are computed.
     """
 
     def Prefill(self, request, context):
@@ -281,7 +283,8 @@ def add_PrefillServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PrefillService:
-    """Fills KV blocks, samples the first token, ships the blocks.
+    """Fills KV blocks, samples the first token, ships the blocks. A decode worker serves it for sequences that it let go of
+    when it drained, whose blocks it holds: there only the last tokens are computed.
     """
 
     @staticmethod

@@ -112,7 +112,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class PrefillServiceStub:
-    """Fills KV blocks, samples the first token, ships the blocks."""
+    """Fills KV blocks, samples the first token, ships the blocks. A decode worker serves it for sequences that it let go of
+    when it drained, whose blocks it holds: there only the last tokens are computed.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -123,14 +125,18 @@ class PrefillServiceStub:
 
 @_typing.type_check_only
 class PrefillServiceAsyncStub(PrefillServiceStub):
-    """Fills KV blocks, samples the first token, ships the blocks."""
+    """Fills KV blocks, samples the first token, ships the blocks. A decode worker serves it for sequences that it let go of
+    when it drained, whose blocks it holds: there only the last tokens are computed.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.UnaryStreamMultiCallable[_worker_pb2.PrefillRequest, _worker_pb2.PrefillResponse]  # type: ignore[assignment]
     """Runs one attempt's prefill. The call owns the sequence and its Ship stream; it ends after the commit is acknowledged."""
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Fills KV blocks, samples the first token, ships the blocks."""
+    """Fills KV blocks, samples the first token, ships the blocks. A decode worker serves it for sequences that it let go of
+    when it drained, whose blocks it holds: there only the last tokens are computed.
+    """
 
     @_abc_1.abstractmethod
     def Prefill(

@@ -478,10 +478,11 @@ def assert_everything_was_met(trial: EngineTrial) -> None:
     assert trial.core.stats().num_cached_tokens > 1_000
 
 
-def test_twenty_thousand_random_operations_keep_the_books() -> None:
+@pytest.mark.parametrize("num_operations", [8_000, pytest.param(100_000, marks=pytest.mark.sweep)])
+def test_thousands_of_random_operations_keep_the_books(num_operations: int) -> None:
     """The same operations in one long run, so that all of them meet each other often."""
     trial = EngineTrial(seed=1)
-    run_operations(trial, 20, 20_000)
+    run_operations(trial, 21, num_operations)
     assert_everything_was_met(trial)
 
 

@@ -1,15 +1,14 @@
-"""The command line, as a process, against a router with fixed answers."""
+"""The command line, as processes, against a router with fixed answers."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import pytest_asyncio
@@ -17,6 +16,7 @@ import pytest_asyncio
 from kvferry import __version__
 from kvferry.config import load_config
 from proto.kvferry.v1 import inference_pb2
+from tests.support.commands import CommandServer, Outcome, plain_environment
 from tests.support.fake_router import TEXT, FakeRouter, events, start_fake_router
 
 pytestmark = pytest.mark.processes
@@ -46,21 +46,29 @@ WORKER = inference_pb2.WorkerInfo(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    code: int | None
-    stdout: str
-    stderr: str
-
-
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     """No configuration but the defaults; the cache is empty."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
-    return {**kept, "KVFERRY_MODEL__CACHE_DIR": str(tmp_path / "cache"), "COLUMNS": "100", "NO_COLOR": "1"}
+    return {**plain_environment(), "KVFERRY_MODEL__CACHE_DIR": str(tmp_path / "cache")}
 
 
-async def kvferry(environment: dict[str, str], *arguments: str, stdin: str | bytes = "") -> Outcome:
+class Kvferry(Protocol):
+    """Runs `kvferry ARGUMENTS` to its end."""
+
+    async def __call__(self, environment: dict[str, str], *arguments: str, stdin: str | bytes = "") -> Outcome: ...
+
+
+@pytest.fixture
+def kvferry(commands: CommandServer) -> Kvferry:
+    async def run(environment: dict[str, str], *arguments: str, stdin: str | bytes = "") -> Outcome:
+        data = stdin.encode() if isinstance(stdin, str) else stdin
+        return await commands.run(*arguments, environment=environment, stdin=data)
+
+    return run
+
+
+async def started_anew(environment: dict[str, str], *arguments: str, stdin: bytes) -> Outcome:
+    """By an interpreter that finds this environment at its start."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvferry.cli.app", *arguments),
         stdin=asyncio.subprocess.PIPE,
@@ -68,7 +76,7 @@ async def kvferry(environment: dict[str, str], *arguments: str, stdin: str | byt
         stderr=asyncio.subprocess.PIPE,
         env=environment,
     )
-    stdout, stderr = await process.communicate(stdin.encode() if isinstance(stdin, str) else stdin)
+    stdout, stderr = await process.communicate(stdin)
     return Outcome(process.returncode, stdout.decode(), stderr.decode())
 
 
@@ -87,13 +95,17 @@ async def router() -> AsyncIterator[Running]:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-async def test_every_command_has_help_with_an_example(environment: dict[str, str], command: tuple[str, ...]) -> None:
+async def test_every_command_has_help_with_an_example(
+    kvferry: Kvferry, environment: dict[str, str], command: tuple[str, ...]
+) -> None:
     outcome = await kvferry(environment, *command, "--help")
     assert outcome.code == 0
     assert "Example: kvferry " in outcome.stdout
 
 
-async def test_generate_json_is_one_object_with_the_promised_keys(environment: dict[str, str], router: Running) -> None:
+async def test_generate_json_is_one_object_with_the_promised_keys(
+    kvferry: Kvferry, environment: dict[str, str], router: Running
+) -> None:
     arguments = ["--target", router.address, "--json", "--max-tokens", "8", "--temperature", "0", "--ignore-eos"]
     outcome = await kvferry(environment, "generate", *arguments, "--prompt-token-ids", "1,2,3")
     assert (outcome.code, outcome.stderr) == (0, "")
@@ -110,20 +122,24 @@ async def test_generate_json_is_one_object_with_the_promised_keys(environment: d
     assert request.sampling == inference_pb2.SamplingOptions(temperature=0.0)
 
 
-async def test_generate_writes_the_text(environment: dict[str, str], router: Running) -> None:
+async def test_generate_writes_the_text(kvferry: Kvferry, environment: dict[str, str], router: Running) -> None:
     outcome = await kvferry(environment, "generate", "--target", router.address, "-", stdin="from a pipe")
     assert outcome == Outcome(0, TEXT + "\n", "")
     assert router.fake.requests[0].text == "from a pipe"
 
 
-async def test_of_several_routers_one_that_is_there_answers(environment: dict[str, str], router: Running) -> None:
+async def test_of_several_routers_one_that_is_there_answers(
+    kvferry: Kvferry, environment: dict[str, str], router: Running
+) -> None:
     arguments = ("generate", "--router", "127.0.0.1:1", "--router", router.address, "x")
     assert await kvferry(environment, *arguments) == Outcome(0, TEXT + "\n", "")
     outcome = await kvferry(environment, "generate", "--router", "127.0.0.1:1", "--router", "127.0.0.1:2", "x")
     assert outcome.code == 1 and "no router answers at 127.0.0.1:2 (connection refused)" in outcome.stderr
 
 
-async def test_generate_shows_several_choices_one_after_the_other(environment: dict[str, str], router: Running) -> None:
+async def test_generate_shows_several_choices_one_after_the_other(
+    kvferry: Kvferry, environment: dict[str, str], router: Running
+) -> None:
     arguments = ("generate", "--target", router.address, "--n", "3", "--best-of", "4", "x")
     outcome = await kvferry(environment, *arguments)
     text = f"--- choice 0\n{TEXT}\n--- choice 1\nnumber 1\n--- choice 2\nnumber 2\n"
@@ -132,21 +148,21 @@ async def test_generate_shows_several_choices_one_after_the_other(environment: d
     assert not router.fake.requests[0].HasField("beam_search")
 
 
-async def test_no_header_stands_above_an_error(environment: dict[str, str], router: Running) -> None:
+async def test_no_header_stands_above_an_error(kvferry: Kvferry, environment: dict[str, str], router: Running) -> None:
     arguments = ("generate", "--target", router.address, "--n", "3", "--tier", "gold", "x")
     outcome = await kvferry(environment, *arguments)
     assert (outcome.code, outcome.stdout) == (1, "")
     assert outcome.stderr == "error: tier: there is no tier 'gold'; known tiers: standard\n"
 
 
-async def test_choices_without_text_have_their_header_too(environment: dict[str, str]) -> None:
+async def test_choices_without_text_have_their_header_too(kvferry: Kvferry, environment: dict[str, str]) -> None:
     server, address = await start_fake_router(SilentRouter())
     outcome = await kvferry(environment, "generate", "--target", address, "--n", "2", "x")
     await server.drain(0)
     assert outcome == Outcome(0, "--- choice 0\n\n--- choice 1\n\n", "")
 
 
-async def test_generate_asks_for_a_beam_search(environment: dict[str, str], router: Running) -> None:
+async def test_generate_asks_for_a_beam_search(kvferry: Kvferry, environment: dict[str, str], router: Running) -> None:
     beams = ("--beam-width", "4", "--length-penalty", "0.5", "--early-stopping", "--n", "2")
     outcome = await kvferry(environment, "generate", "--target", router.address, "--json", *beams, "x")
     assert [choice["cumulative_logprob"] for choice in json.loads(outcome.stdout)["choices"]] == [None, -1.0]
@@ -154,12 +170,14 @@ async def test_generate_asks_for_a_beam_search(environment: dict[str, str], rout
     assert router.fake.requests[0].beam_search == expected
 
 
-async def test_target_comes_from_the_configuration_too(environment: dict[str, str], router: Running) -> None:
+async def test_target_comes_from_the_configuration_too(
+    kvferry: Kvferry, environment: dict[str, str], router: Running
+) -> None:
     outcome = await kvferry({**environment, "KVFERRY_ROUTER__GRPC_LISTEN": router.address}, "generate", "x")
     assert outcome == Outcome(0, TEXT + "\n", "")
 
 
-async def test_chat_keeps_the_conversation(environment: dict[str, str], router: Running) -> None:
+async def test_chat_keeps_the_conversation(kvferry: Kvferry, environment: dict[str, str], router: Running) -> None:
     arguments = ["chat", "--target", router.address, "--system", "Be brief."]
     outcome = await kvferry(environment, *arguments, stdin="one\ntwo\n")
     assert outcome == Outcome(0, f"{TEXT}\n{TEXT}\n", "")
@@ -171,7 +189,7 @@ async def test_chat_keeps_the_conversation(environment: dict[str, str], router: 
 @pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
 async def test_failed_turn_is_told_and_dropped(environment: dict[str, str], router: Running, locale: str) -> None:
     arguments = ["chat", "--target", router.address]
-    outcome = await kvferry({**environment, "LC_ALL": locale}, *arguments, stdin=b"ab\xff\xfe\ntwo\n")
+    outcome = await started_anew({**environment, "LC_ALL": locale}, *arguments, stdin=b"ab\xff\xfe\ntwo\n")
     assert (outcome.code, outcome.stdout) == (0, TEXT + "\n")
     assert outcome.stderr.startswith("error: prompt.chat: ")
     assert len(outcome.stderr.splitlines()) == 1
@@ -200,7 +218,7 @@ class StallingRouter(FakeRouter):
 
 @pytest.mark.parametrize(("options", "shown"), [((), TEXT[:5] + "\n"), (("--json",), "")])
 async def test_deadline_is_told_on_a_line_of_its_own(
-    environment: dict[str, str], options: tuple[str, ...], shown: str
+    kvferry: Kvferry, environment: dict[str, str], options: tuple[str, ...], shown: str
 ) -> None:
     server, address = await start_fake_router(StallingRouter())
     outcome = await kvferry(environment, "generate", "--target", address, "--timeout", "0.5", *options, "x")
@@ -208,11 +226,11 @@ async def test_deadline_is_told_on_a_line_of_its_own(
     assert outcome == Outcome(1, shown, "error: the deadline of 0.5 s passed after 1 token\n")
 
 
-async def test_version(environment: dict[str, str]) -> None:
+async def test_version(kvferry: Kvferry, environment: dict[str, str]) -> None:
     assert await kvferry(environment, "--version") == Outcome(0, f"kvferry {__version__}\n", "")
 
 
-async def test_workers_as_json_and_as_a_table(environment: dict[str, str], router: Running) -> None:
+async def test_workers_as_json_and_as_a_table(kvferry: Kvferry, environment: dict[str, str], router: Running) -> None:
     outcome = await kvferry(environment, "workers", "--target", router.address, "--json")
     (worker,) = json.loads(outcome.stdout)
     assert {key: worker[key] for key in ("id", "role", "pid", "address")} == {
@@ -259,7 +277,7 @@ async def test_workers_as_json_and_as_a_table(environment: dict[str, str], route
     ],
 )
 async def test_errors_are_one_line_without_a_traceback(
-    environment: dict[str, str], router: Running, arguments: tuple[str, ...], code: int, words: str
+    kvferry: Kvferry, environment: dict[str, str], router: Running, arguments: tuple[str, ...], code: int, words: str
 ) -> None:
     outcome = await kvferry(environment, *(part.format(router=router.address) for part in arguments))
     assert outcome.code == code
@@ -269,7 +287,9 @@ async def test_errors_are_one_line_without_a_traceback(
         assert len(outcome.stderr.splitlines()) == 1
 
 
-async def test_printed_configuration_is_read_back(environment: dict[str, str], tmp_path: Path) -> None:
+async def test_printed_configuration_is_read_back(
+    kvferry: Kvferry, environment: dict[str, str], tmp_path: Path
+) -> None:
     first = await kvferry(environment, "config", "--set", "engine.block_size=32", "--set", "router.prefill=a:1,b:2")
     assert 'prefill = ["a:1", "b:2"]' in first.stdout
     file = tmp_path / "effective.toml"
@@ -278,7 +298,7 @@ async def test_printed_configuration_is_read_back(environment: dict[str, str], t
 
 
 async def test_configuration_can_be_written_to_the_file_it_is_read_from(
-    environment: dict[str, str], tmp_path: Path
+    kvferry: Kvferry, environment: dict[str, str], tmp_path: Path
 ) -> None:
     file = tmp_path / "kvferry.toml"
     file.write_text("[engine]\nblock_size = 8\n")
@@ -289,7 +309,9 @@ async def test_configuration_can_be_written_to_the_file_it_is_read_from(
     assert (config.engine.block_size, config.engine.max_running) == (8, 3)
 
 
-async def test_api_keys_are_printed_only_when_asked_for(environment: dict[str, str], tmp_path: Path) -> None:
+async def test_api_keys_are_printed_only_when_asked_for(
+    kvferry: Kvferry, environment: dict[str, str], tmp_path: Path
+) -> None:
     file = tmp_path / "kvferry.toml"
     file.write_text('[[tenants]]\nname = "a"\napi_keys = ["SECRET-of-tenant-a"]\n')
     hidden = await kvferry(environment, "config", "--config", str(file))
@@ -301,7 +323,7 @@ async def test_api_keys_are_printed_only_when_asked_for(environment: dict[str, s
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-async def test_models_list_shows_what_is_prepared(environment: dict[str, str]) -> None:
+async def test_models_list_shows_what_is_prepared(kvferry: Kvferry, environment: dict[str, str]) -> None:
     outcome = await kvferry(environment, "models", "list", "--json")
     (model,) = json.loads(outcome.stdout)
     assert (model["name"], model["prepared"]) == ("smollm2-135m-instruct", False)

@@ -20,15 +20,17 @@ from kvferry.errors import (
     InvalidArgument,
     KvferryError,
     ResourceExhausted,
+    RouterDraining,
     Unavailable,
 )
 from kvferry.sampling import Finish, FinishKind
 from kvferry.wire import finish_to_pb
 from proto.kvferry.v1 import inference_pb2 as pb
 from tests.support.fake_router import FakeRouter, start_fake_router
-from tests.support.workers import until
+from tests.support.workers import free_address, until
 
 GONE = Unavailable("the router is shutting down")
+DRAINING = RouterDraining("the router is shutting down", retry_after_s=1.0)
 LENGTH = finish_to_pb(Finish(FinishKind.LENGTH))
 OPTIONS = GenerateOptions(prompt="x", n=2)
 HANG = "hang"
@@ -404,6 +406,62 @@ async def test_routers_that_all_refuse_get_little_more_than_the_load() -> None:
     num_calls = sum(len(router.requests) for router in routers)
     most = num_requests * (1 + client_routers.REPEAT_SHARE) + client_routers.REPEAT_BURST
     assert num_requests < num_calls <= most
+
+
+async def test_a_router_that_drains_is_left_alone_while_its_streams_go_on() -> None:
+    draining = ScriptedRouter([started(), delta(0, 11), delta(1, 12), delta(2, 13), HANG], [DRAINING])
+    serving = ScriptedRouter([*BEGIN, *REST[1:]])
+    async with connected(draining, serving) as client, client.generate(OPTIONS) as events:
+        for token_id in (11, 12, 13):
+            while token_id not in (await anext(events)).delta.token_ids:
+                pass
+            for _ in range(2):
+                await client.complete(OPTIONS)
+    assert len(draining.requests) == 2, "the stream, and the one that was refused"
+
+
+async def test_an_order_to_go_elsewhere_costs_nothing_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_routers, "AVOID_FAILED_S", 0.0)  # as if they came seconds apart
+    draining, serving = ScriptedRouter([DRAINING]), ScriptedRouter([*BEGIN, *REST[1:]])
+    async with connected(draining, serving) as client:
+        for _ in range(60):
+            await client.complete(OPTIONS)
+    assert len(draining.requests) > 2 * client_routers.REPEAT_BURST, "it did refuse more than the budget has"
+
+
+async def test_a_router_that_cannot_be_reached_costs_nothing_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_routers, "AVOID_FAILED_S", 0.0)
+    serving = ScriptedRouter([*BEGIN, *REST[1:]])
+    async with connected(serving, dead=1) as client:
+        for _ in range(60):
+            await client.complete(OPTIONS)
+    assert len(serving.requests) == 60
+
+
+async def test_a_new_request_meets_a_router_that_is_just_back_where_the_other_one_drains() -> None:
+    """The client finds out later than whoever restarts them: its channel tries to connect now and then only."""
+    draining, back = ScriptedRouter([DRAINING]), ScriptedRouter([*BEGIN, *REST[1:]])
+    address = free_address()
+    async with AsyncExitStack() as stack:
+        other, other_address = await start_fake_router(draining)
+        stack.push_async_callback(other.drain, 0)
+        client = await stack.enter_async_context(Client([address, other_address]))
+        completing = asyncio.ensure_future(client.complete(OPTIONS))
+        await until(lambda: len(draining.requests) == 1)
+        server, _ = await start_fake_router(back, address)
+        stack.push_async_callback(server.drain, 0)
+        assert (await completing).is_complete
+    assert len(draining.requests) == 1, "who saw it and refused it is not asked again"
+
+
+async def test_the_wait_for_routers_that_are_gone_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_resume, "RECONNECT_WAIT_S", 0.1)
+    async with connected(dead=2) as client:
+        with pytest.raises(Unavailable, match="Connection refused"):
+            await client.complete(OPTIONS)
+        monkeypatch.setattr(client_resume, "RECONNECT_WAIT_S", 60.0)
+        with pytest.raises(DeadlineExceeded):
+            await client.complete(OPTIONS, timeout_s=0.2)
 
 
 # --- all routers ---

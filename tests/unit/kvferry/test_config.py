@@ -455,3 +455,69 @@ def test_faults_that_make_no_sense_are_refused_by_name(tmp_path: Path, table: st
 def test_steps_are_counted_from_one(key: str) -> None:
     with pytest.raises(InvalidArgument, match=rf"faults\.{key}.*greater than or equal to 1, got 0"):
         Config().replace("faults", **{"allow_faults": True, key: 0})
+
+
+# -- models and joining ----------------------------------------------------------------------------------------------
+
+JOIN_KEYS = ("a-key-to-join", "another-to-join")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            '[[models]]\nname = "smollm2-135m-instruct"',
+            "models: names and aliases must differ, smollm2-135m-instruct stands for more than one",
+        ),
+        ('[[models]]\nname = "b"\naliases = ["c", "c"]', "c stands for more than one"),
+        ('[router]\ndecode = ["dns://decode:1"]', "router.decode.0: must be host:port, or dns:///host:port"),
+        ("[router]\nlocal_prefill = true\nprefill = ['a:1']", "local_prefill must not be true"),
+        ("[router]\naccept_joins = true\n[[tenants]]\nname = 'a'", "router.join_keys must be set"),
+    ],
+)
+def test_models_and_joins_that_cannot_be_are_refused(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "some.toml"
+    file.write_text(text)
+    with pytest.raises(InvalidArgument) as caught:
+        load_config(file)
+    assert words in caught.value.message, caught.value.message
+
+
+def test_decode_computes_prompts_where_nothing_else_could() -> None:
+    config = Config()
+    assert config.router.has_local_prefill
+    assert not config.replace("router", accept_joins=True).router.has_local_prefill
+    assert not config.replace("router", prefill=["dns:///a:1"]).router.has_local_prefill
+    assert config.replace("router", accept_joins=True, local_prefill=True).router.has_local_prefill
+
+
+def test_join_keys_are_hidden_and_workers_keep_the_one_they_join_with(tmp_path: Path) -> None:
+    config = load_config(None, {"router": {"join_keys": ",".join(JOIN_KEYS)}, "join": {"key": JOIN_KEYS[0]}})
+    assert config.has_keys
+    shown = to_toml(config)
+    assert not any(key in shown for key in JOIN_KEYS) and "join_keys is hidden: 2" in shown
+    file = tmp_path / "worker.toml"
+    worker = config.without_keys()
+    file.write_text(to_toml(worker, show_keys=True))
+    assert load_config(file) == worker
+    assert worker.join.key is not None and worker.join.key.get_secret_value() == JOIN_KEYS[0]
+    assert worker.router.join_keys == ()
+    with pytest.raises(InvalidArgument) as caught:
+        load_config(None, {"join": {"key": "short"}})
+    assert "short" not in caught.value.message
+
+
+def test_a_worker_of_one_model_is_told_of_no_other(tmp_path: Path) -> None:
+    file = tmp_path / "some.toml"
+    file.write_text('[model]\nname = "a"\naliases = ["x"]\n[[models]]\nname = "/m/b.gguf"\ndtype = "float32"')
+    config = load_config(file)
+    assert [model.public_name for model in config.served_models] == ["a", "b"]
+    assert load_config(_written(tmp_path, config)) == config
+    worker = config.of_model(config.models[0])
+    assert (worker.model.public_name, worker.model.dtype, worker.models) == ("b", "float32", ())
+
+
+def _written(folder: Path, config: Config) -> Path:
+    file = folder / "written.toml"
+    file.write_text(to_toml(config))
+    return file

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from kvferry import lengths
 from kvferry.errors import InvalidArgument, NotFound
-from kvferry.lengths import MAX_REQUESTS, RequestLength, read_lengths
+from kvferry.lengths import RequestLength, read_lengths
 
 
 def write(folder: Path, text: str | bytes) -> Path:
@@ -62,11 +63,13 @@ def test_known_context_may_be_beyond_what_is_believed_without_one(tmp_path: Path
     assert read_lengths(write(tmp_path, "2000000,1\n"), 10_000_000) == [RequestLength(2_000_000, 1)]
 
 
-def test_number_of_requests_is_bounded(tmp_path: Path) -> None:
-    assert len(read_lengths(write(tmp_path, "p,o\n" + "1,1\n" * MAX_REQUESTS))) == MAX_REQUESTS
-    for header, line in (("p,o\n", MAX_REQUESTS + 2), ("", MAX_REQUESTS + 1)):
-        with pytest.raises(InvalidArgument, match=f"line {line}: at most {MAX_REQUESTS} requests"):
-            read_lengths(write(tmp_path, header + "1,1\n" * (MAX_REQUESTS + 1)))
+def test_number_of_requests_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_requests = 1_000
+    monkeypatch.setattr(lengths, "MAX_REQUESTS", num_requests)
+    assert len(read_lengths(write(tmp_path, "p,o\n" + "1,1\n" * num_requests))) == num_requests
+    for header, line in (("p,o\n", num_requests + 2), ("", num_requests + 1)):
+        with pytest.raises(InvalidArgument, match=f"line {line}: at most {num_requests} requests"):
+            read_lengths(write(tmp_path, header + "1,1\n" * (num_requests + 1)))
 
 
 def test_missing_file_is_not_found(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from kvferry.errors import FailedPrecondition, InvalidArgument, KvferryError, Unavailable
 from kvferry.kv_layout import KV_WIRE_VERSION
+from kvtransfer import sender_link
 from kvtransfer.codec import sender_message_to_bytes
 from kvtransfer.grpc_transport import SHIP_SERVICE, GrpcShipment
 from kvtransfer.messages import BlockFrame, Commit, Offer, Region, SenderMessage, StagedFrames
@@ -292,7 +293,8 @@ async def test_deaf_receiver_is_given_up(kind: str, wants: bool, beats: bool, sa
         await server.stop(None)
 
 
-async def test_receiver_that_is_not_there() -> None:
+async def test_receiver_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender_link, "CONNECT_TIMEOUT_S", SHORT_S)
     async with linked_to("127.0.0.1:1", make_terms("grpc")) as (channel, link):
         with pytest.raises(Unavailable):
             await within(GrpcShipment(channel, link).ship(ShipSender(make_offer()), OneContents(b""), computed()))

@@ -54,7 +54,7 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def num_objects() -> int:
-    """That are reachable. A few thousand messages say more by this than by the memory of a process that ran other tests before."""
+    """That are reachable; of few messages they tell more than the memory of a process that ran other tests before."""
     gc.collect()
     return len(gc.get_objects())
 

@@ -21,7 +21,7 @@ async def changed_until(router: Router, state: str, address: str) -> pb.WorkerIn
     worker = next(worker for worker in membership.workers if worker.address == address)
     async with asyncio.timeout(10):
         while worker.state.value != state:
-            await membership.wait_changed()
+            await membership.changes.wait_next()
     return worker.to_pb()
 
 
@@ -78,6 +78,7 @@ async def test_a_worker_that_differs_is_refused_with_both_values(start_router: S
             for _ in range(4):
                 await router.generate(ask())
             assert {call.worker.name for call in network.calls_of("decode")} == {"decode-0"}
+            assert [worker.num_block_watches for worker in network.decode] == [1, 0]
 
 
 async def test_a_worker_with_another_vocabulary_or_role_is_refused(start_router: StartRouter) -> None:

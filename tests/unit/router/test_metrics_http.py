@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvferry.errors import FailedPrecondition, InvalidArgument, Unavailable
+from router.block_index import BlockIndex
 from router.service import SERVICE_NAME
 from tests.support.fake_workers import FakeNetwork, Point
+from tests.support.workers import until
 from tests.unit.router.conftest import Router, StartRouter, ask
 
 OUTPUT = list(range(35, 60))
@@ -77,13 +81,30 @@ async def test_workers_are_shown_on_metrics(start_router: StartRouter) -> None:
         assert network.calls == []
 
 
+async def test_what_is_known_of_prefix_caches_is_on_metrics(start_router: StartRouter) -> None:
+    """Also that the index has no room for all of it."""
+    network = FakeNetwork(OUTPUT)
+    network.decode[0].block_hashes = [bytes(32), bytes(31) + b"1"]
+    with patch("router.app.BlockIndex", partial(BlockIndex, max_blocks=1)):
+        async with network, start_router(network) as router:
+            of_worker = {
+                worker.role: {"address": worker.address, "role": worker.role, "worker": worker.name}
+                for worker in network.workers
+            }
+            name = "kvferry_worker_known_blocks"
+            await until(lambda: router.sample(f"{name}_partial", **of_worker["decode"]) == 1)
+            assert router.sample(name, **of_worker["decode"]) == 1
+            assert router.sample(f"{name}_partial", **of_worker["prefill"]) == 0
+            assert router.sample(name, **of_worker["prefill"]) == 0
+
+
 async def test_health_is_whether_a_request_could_be_served(start_router: StartRouter) -> None:
     async with FakeNetwork(OUTPUT) as network, start_router(network) as router, httpx.AsyncClient() as http:
         url = router.app.http_url
         assert (await http.get(f"{url}/health")).status_code == 200
         await network.decode[0].stop()
-        while not router.app.membership.missing:
-            await router.app.membership.wait_changed()
+        while not router.app.models.missing:
+            await router.app.membership.changes.wait_next()
         response = await http.get(f"{url}/health")
         assert response.status_code == 503
         assert network.decode[0].address in response.json()["reasons"][0]

@@ -12,7 +12,7 @@ from kvferry.errors import Internal, KvferryError, ResourceExhausted, Unavailabl
 from tests.support.fake_workers import FakeNetwork, Point
 from tests.unit.router.conftest import Router, StartRouter, ask
 
-NUM_REQUESTS = 300
+NUM_REQUESTS = 150
 AT_ONCE = 16
 SHARE = RouterConfig().retry_budget
 

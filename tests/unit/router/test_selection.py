@@ -12,7 +12,7 @@ import pytest
 from kvferry.config import TenantConfig
 from kvferry.errors import Unavailable
 from router.breaker import FAULTS_TO_OPEN, Breaker
-from router.membership import Membership
+from router.model_workers import ModelWorkers
 from router.selection import Needs, PairSelector
 from router.worker import Role
 
@@ -29,7 +29,7 @@ class Member:
 
 
 class Members:
-    """Stands in for a membership."""
+    """Stands in for the workers of a model."""
 
     missing: tuple[str, ...] = ()
 
@@ -41,7 +41,7 @@ class Members:
 
 
 def selector(prefill: Sequence[Member], decode: Sequence[Member]) -> PairSelector:
-    return PairSelector(cast(Membership, Members(prefill, decode)))
+    return PairSelector(cast(ModelWorkers, Members(prefill, decode)))
 
 
 def chosen(select: PairSelector, needs: Needs, **options: object) -> tuple[str | None, str | None]:
@@ -80,7 +80,7 @@ def test_a_tenants_share_of_a_pool_must_hold_its_sequence() -> None:
     tenants = [TenantConfig(name="search", max_used_share=0.25)]
     small, large = Member("small", 16), Member("large", 64)
     members = Members([Member("prefill", 32)], [small, large])
-    select = PairSelector(cast(Membership, members), tenants)
+    select = PairSelector(cast(ModelWorkers, members), tenants)
     needs = Needs(prefill=True, decode=True, num_prefill_blocks=5, num_decode_blocks=8, tenant="search")
     for _ in range(4):
         assert chosen(select, needs) == ("prefill", "large")

@@ -13,6 +13,7 @@ from kvferry.errors import (
     FailedPrecondition,
     InvalidArgument,
     ResourceExhausted,
+    RouterDraining,
     TargetUnavailable,
     Unavailable,
 )
@@ -452,9 +453,9 @@ async def test_drain_lets_running_requests_end_and_refuses_new_ones(start_router
         await network.reached(Point.TOKEN, 3)
         draining = asyncio.create_task(router.app.drain(0.5))
         await asyncio.sleep(0)
-        with pytest.raises(Unavailable, match="shutting down"):
+        with pytest.raises(RouterDraining, match="shutting down"):
             await router.generate(ask())
-        with pytest.raises(Unavailable, match="shutting down"):
+        with pytest.raises(RouterDraining, match="shutting down"):
             await answering
         await draining
         await network.all_ended()

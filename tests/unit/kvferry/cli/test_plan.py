@@ -7,36 +7,30 @@ import json
 import os
 import pty
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
 from kvferry.cli.plan import MAX_MEMORY_BYTES, parse_size
 from kvferry.errors import InvalidArgument
+from tests.support.commands import CommandServer, Outcome, plain_environment
 
 pytestmark = pytest.mark.processes
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    code: int | None
-    stdout: str
-    stderr: str
+class Plan(Protocol):
+    """Runs `kvferry plan ARGUMENTS` to its end."""
+
+    async def __call__(self, *arguments: str, cwd: Path) -> Outcome: ...
 
 
-async def plan(*arguments: str, cwd: Path) -> Outcome:
-    """Only the defaults count, whatever the surroundings configure."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvferry.cli.app", "plan", *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        cwd=cwd,
-        env={**kept, "COLUMNS": "100", "NO_COLOR": "1"},
-    )
-    stdout, stderr = await process.communicate()
-    return Outcome(process.returncode, stdout.decode(), stderr.decode())
+@pytest.fixture
+def plan(commands: CommandServer) -> Plan:
+    async def run(*arguments: str, cwd: Path) -> Outcome:
+        return await commands.run("plan", *arguments, environment=plain_environment(), cwd=cwd)
+
+    return run
 
 
 @pytest.fixture
@@ -55,7 +49,7 @@ def lengths(tmp_path: Path) -> Path:
     return path
 
 
-async def test_json_holds_settings_figures_and_reasons(model: Path, lengths: Path, tmp_path: Path) -> None:
+async def test_json_holds_settings_figures_and_reasons(plan: Plan, model: Path, lengths: Path, tmp_path: Path) -> None:
     arguments = ("--lengths", str(lengths), "--memory", "8320", "--model", str(model), "--json")
     outcome = await plan(*arguments, cwd=tmp_path)
     assert (outcome.code, outcome.stderr) == (0, "")
@@ -65,7 +59,9 @@ async def test_json_holds_settings_figures_and_reasons(model: Path, lengths: Pat
     assert len(made["reasons"]) == 4
 
 
-async def test_text_can_be_pasted_into_the_configuration(model: Path, lengths: Path, tmp_path: Path) -> None:
+async def test_text_can_be_pasted_into_the_configuration(
+    plan: Plan, model: Path, lengths: Path, tmp_path: Path
+) -> None:
     outcome = await plan("--lengths", str(lengths), "--memory", "8320", "--model", str(model), cwd=tmp_path)
     assert outcome.code == 0, outcome.stderr
     assert "[engine]\nblock_size = 8\nkv_memory_bytes = 8320\nwatermark = 0.01\nmax_running = 10\n" in outcome.stdout
@@ -83,7 +79,9 @@ async def test_text_can_be_pasted_into_the_configuration(model: Path, lengths: P
         ("1MiB", "100,4\n100,3997\n", "line 2: prompt_len + output_len are 4097 tokens; the model's context is 4096"),
     ],
 )
-async def test_errors_are_one_line(memory: str, text: str, expected: str, model: Path, tmp_path: Path) -> None:
+async def test_errors_are_one_line(
+    plan: Plan, memory: str, text: str, expected: str, model: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text(text)
     outcome = await plan("--lengths", str(path), "--memory", memory, "--model", str(model), cwd=tmp_path)
@@ -91,14 +89,16 @@ async def test_errors_are_one_line(memory: str, text: str, expected: str, model:
     assert expected in outcome.stderr and outcome.stderr.count("\n") == 1
 
 
-async def test_context_of_the_configuration_counts(model: Path, lengths: Path, tmp_path: Path) -> None:
+async def test_context_of_the_configuration_counts(plan: Plan, model: Path, lengths: Path, tmp_path: Path) -> None:
     arguments = ("--lengths", str(lengths), "--memory", "8320", "--model", str(model))
     outcome = await plan(*arguments, "--set", "engine.max_context=103", cwd=tmp_path)
     assert outcome.code == 1
     assert "line 2: prompt_len + output_len are 104 tokens; the model's context is 103" in outcome.stderr
 
 
-async def test_terminal_sees_progress_and_a_pipe_does_not(model: Path, lengths: Path, tmp_path: Path) -> None:
+async def test_terminal_sees_progress_and_a_pipe_does_not(
+    plan: Plan, model: Path, lengths: Path, tmp_path: Path
+) -> None:
     arguments = ("plan", "--lengths", str(lengths), "--memory", "8320", "--model", str(model), "--json")
     ours, theirs = pty.openpty()
     process = await asyncio.create_subprocess_exec(
@@ -117,7 +117,7 @@ async def test_terminal_sees_progress_and_a_pipe_does_not(model: Path, lengths: 
     assert (await plan(*arguments[1:], cwd=tmp_path)).stderr == ""
 
 
-async def test_help_has_an_example(tmp_path: Path) -> None:
+async def test_help_has_an_example(plan: Plan, tmp_path: Path) -> None:
     outcome = await plan("--help", cwd=tmp_path)
     assert outcome.code == 0
     assert "Example: kvferry plan --lengths lengths.csv --memory 8GiB" in outcome.stdout
