@@ -84,11 +84,11 @@ HEARTBEAT = pb.GenerateResponse(heartbeat=pb.StreamHeartbeat())
 STARTED = pb.GenerateResponse(started=pb.Started(model="m"))
 
 
-async def test_a_heartbeat_comes_behind_started_and_in_every_silence() -> None:
+async def test_a_heartbeat_comes_before_started_and_in_every_silence() -> None:
     outbox, loop = Outbox(heartbeat_interval_s=0.1), asyncio.get_running_loop()
     outbox.put(STARTED)
     outbox.put(delta(0, 5))
-    assert [await outbox.take() for _ in range(3)] == [STARTED, HEARTBEAT, delta(0, 5)]
+    assert [await outbox.take() for _ in range(3)] == [HEARTBEAT, STARTED, delta(0, 5)]
     for _ in range(2):
         before_s = loop.time()
         assert await outbox.take() == HEARTBEAT
