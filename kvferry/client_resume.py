@@ -184,7 +184,7 @@ class ResumingStream(AsyncIterator[pb.GenerateResponse]):
     def __init__(
         self, routers: Routers, request: pb.GenerateRequest, *, timeout_s: float | None, wait_s: float | None
     ) -> None:
-        routers.count_request()
+        routers.repeats.add_request()
         self._routers = routers
         self._request = request
         self._wait_s = wait_s
@@ -320,7 +320,7 @@ class ResumingStream(AsyncIterator[pb.GenerateResponse]):
             if not self._unreached or not is_in_time:
                 return False
             self._unreached, self._is_round_over = [], True
-        return attempt.was_unreachable or isinstance(error, RouterDraining) or self._routers.take_repeat()
+        return attempt.was_unreachable or isinstance(error, RouterDraining) or self._routers.repeats.take()
 
     def _may_resume(self, attempt: _Attempt) -> bool:
         if self._wait_s is None or not self._partial.can_resume:

@@ -13,6 +13,7 @@ from typing import TypeVar
 from opentelemetry.trace import Tracer
 
 from kvferry.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from kvferry.retry_budget import RetryBudget
 from kvferry.rpc import RpcChannel
 from proto.kvferry.v1 import admin_pb2_grpc, cache_pb2_grpc, inference_pb2_grpc
 
@@ -24,8 +25,6 @@ PROBE_S = 15.0
 """How long the first request that tries a router again tries alone: the others must not wait for one that hangs."""
 REPEAT_SHARE = 0.1
 """Requests repeated at another router, as a share of all."""
-REPEAT_BURST = 10.0
-"""Repeats allowed beyond the share: a client that asked little can still survive a dead router."""
 
 _Answer = TypeVar("_Answer")
 
@@ -69,7 +68,11 @@ class Router:
 
 
 class Routers:
-    """All routers of a client; none knows of the others."""
+    """All routers of a client; none knows of the others.
+
+    Attributes:
+        repeats: budget of requests that are sent to another router.
+    """
 
     def __init__(
         self, targets: str | Sequence[str], *, tracer: Tracer | None = None, headers: Mapping[str, str] | None = None
@@ -79,7 +82,7 @@ class Routers:
             raise InvalidArgument("target", "is empty; at least one router's host:port is needed")
         self._all = [Router(address, tracer=tracer, headers=headers or {}) for address in addresses]
         self._num_turns = 0
-        self._repeats = REPEAT_BURST
+        self.repeats = RetryBudget(REPEAT_SHARE)
 
     @property
     def all(self) -> Sequence[Router]:
@@ -120,16 +123,3 @@ class Routers:
             else:
                 router.answered()
                 return answer
-
-    # --- the budget of requests that are repeated ---
-
-    def count_request(self) -> None:
-        """One request more."""
-        self._repeats = min(self._repeats + REPEAT_SHARE, REPEAT_BURST)
-
-    def take_repeat(self) -> bool:
-        """Whether one more repeat is within the budget; takes it if so."""
-        if self._repeats < 1:
-            return False
-        self._repeats -= 1
-        return True

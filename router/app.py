@@ -14,11 +14,11 @@ from typing import Self
 
 from kvferry.config import Config, ModelConfig
 from kvferry.errors import InvalidArgument, RouterDraining
+from kvferry.retry_budget import RetryBudget
 from kvferry.rpc import RpcServer
 from kvferry.telemetry import Telemetry, log_event
 from proto.kvferry.v1 import admin_pb2_grpc, cache_pb2_grpc, inference_pb2_grpc, membership_pb2_grpc
 from router import admin_service, cache_service, join_service
-from router.admission import RetryBudget
 from router.auth import Authenticator
 from router.block_index import BlockIndex
 from router.cluster import Cluster

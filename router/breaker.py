@@ -56,11 +56,6 @@ class Breaker:
         self._open_until_s: float | None = None
         self._is_tried = False  # by a request after the pause, of which nothing is known yet
 
-    @property
-    def is_tripped(self) -> bool:
-        """Whether the last calls failed, and none has gone well since."""
-        return self._open_until_s is not None
-
     def is_open(self, now_s: float) -> bool:
         """Whether requests should go elsewhere."""
         return self._open_until_s is not None and now_s < self._open_until_s

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from opentelemetry.trace import Tracer
 
 from kvferry.errors import KvferryError
-from router.admission import RetryBudget
+from kvferry.retry_budget import RetryBudget
 from router.model_workers import ModelWorkers
 from router.selection import PairSelector
 

@@ -7,8 +7,9 @@ import asyncio
 import pytest
 
 from kvferry.errors import ResourceExhausted, Unavailable
+from kvferry.retry_budget import RETRY_BURST, RetryBudget
 from proto.kvferry.v1 import inference_pb2 as pb
-from router.admission import RETRY_BURST, Admission, RetryBudget
+from router.admission import Admission
 from router.outbox import MAX_MERGED_TOKENS, Outbox, beating
 from tests.support.workers import until
 
