@@ -5,9 +5,9 @@
                      └─ begun ─► the rest of it (`GenerateRequest.resume`), at another router or, after a pause, at the
                                  same one, until there is progress again or `wait_s` has passed without any
 
-A router that says nothing for `progress_timeout_s` is lost, too. Its first heartbeat comes right behind `Started`; if
-none does, the router is of a version that has none, and its silence behind `Started` means nothing. Before `Started`,
-which all versions send as soon as the prompt is tokenised, one not known to have heartbeats is borne longer.
+A router that says nothing for `progress_timeout_s` is lost, too. Its first heartbeat comes before `Started`; if none
+does, the router is of a version that has none, and its silence behind `Started` means nothing. Before the first
+message, which all versions send as soon as the prompt is tokenised, one not known to have heartbeats is borne longer.
 
 The caller's iterator just pauses. All other errors, and the call's deadline, are as with a single router.
 """
@@ -43,7 +43,7 @@ MAX_FRUITLESS_STARTS = 3
 """Times in a row that a router may take the rest of a response and be lost before anything new: the request itself may
 be what breaks them."""
 FIRST_MESSAGE_TIMEOUT_S = 15.0
-"""Least silence borne before `Started` of a router that may have no heartbeats: as keepalive bears of a connection."""
+"""Least silence borne of a router that may have no heartbeats, before its first message: as keepalive bears."""
 LEAST_TIME_LIMIT_S = 0.001
 """What a resumed request has left of a time limit that has passed: the router ends it by the same rule."""
 

@@ -124,7 +124,8 @@ class RouterApp:
         return loaded
 
     def _make_models(self, tokenizers: Sequence[tuple[ModelConfig, TextTokenizer]], metrics: RouterMetrics) -> Models:
-        config, retries = self._config, RetryBudget(self._config.router.retry_budget)
+        config = self._config
+        retries = RetryBudget(config.router.retry_budget, config.router.max_queue)
         models: list[Model] = []
         for model, tokenizer in tokenizers:
             workers = ModelWorkers(self.membership, model.public_name)

@@ -5,7 +5,8 @@
                                   └──────────── twice the pause ◄── fault ─┘
 
 Faults are what a worker is to blame for; a refusal (draining, no room, a bad request) is an answer, and says that the
-worker is well. A call that the caller ended says nothing. A worker whose breaker is open serves where no other can.
+worker is well. So is a prefill worker whose shipment failed: that counts against the decode worker it went to. A call
+that the caller ended says nothing. A worker whose breaker is open serves where no other can.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Breaker:
         self._num_faults = 0  # in a row
         self._pause_s = FIRST_PAUSE_S
         self._open_until_s: float | None = None
+        self._is_tried = False  # by a request after the pause, of which nothing is known yet
 
     def is_open(self, now_s: float) -> bool:
         """Whether requests should go elsewhere."""
@@ -62,19 +64,24 @@ class Breaker:
         """A request goes there; after a pause the first one tries alone, the others wait for what becomes of it."""
         if self._open_until_s is not None and not self.is_open(now_s):
             self._open_until_s = now_s + self._pause_s
+            self._is_tried = True
 
     def on_answer(self) -> None:
         """The worker did what it was asked, or refused it."""
         self._num_faults = 0
         self._pause_s = FIRST_PAUSE_S
         self._open_until_s = None
+        self._is_tried = False
 
     def on_fault(self, now_s: float) -> bool:
-        """The worker failed; says whether that opened the breaker."""
+        """The worker failed; says whether that opened the breaker.
+
+        Calls that were under way when it opened fail with those before them: they say nothing new.
+        """
         self._num_faults += 1
-        if self._open_until_s is not None:
+        if self._is_tried:
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
-        elif self._num_faults < FAULTS_TO_OPEN:
+        elif self.is_open(now_s) or self._num_faults < FAULTS_TO_OPEN:
             return False
-        self._open_until_s = now_s + self._pause_s
+        self._open_until_s, self._is_tried = now_s + self._pause_s, False
         return True

@@ -26,8 +26,8 @@ class Outbox:
     """One producer, one consumer.
 
     Args:
-        heartbeat_interval_s: a heartbeat follows `Started`, to say that they come, and then one whenever nothing else
-            came for so long. None for a client that wants none.
+        heartbeat_interval_s: a heartbeat precedes `Started`, to say that they come, and then one is made whenever
+            nothing else came for so long. None for a client that wants none.
     """
 
     def __init__(self, heartbeat_interval_s: float | None = None) -> None:
@@ -46,9 +46,9 @@ class Outbox:
                 _merge(last.delta, message.delta)
                 return
             self._last_deltas[message.delta.index] = message
-        self._messages.append(message)
         if message.HasField("started") and self._interval_s is not None:
             self._messages.append(_heartbeat())
+        self._messages.append(message)
         self._filled.set()
 
     def take_all(self) -> list[pb.GenerateResponse]:

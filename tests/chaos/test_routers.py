@@ -19,7 +19,7 @@ from tests.support.workers import until
 
 pytestmark = [pytest.mark.processes, pytest.mark.chaos]
 
-PROGRESS_TIMEOUT_S = 1.0
+PROGRESS_TIMEOUT_S = 2.0
 """Above what a busy machine of two cores is ever late by."""
 STOPPED_S = 4 * PROGRESS_TIMEOUT_S
 """Long enough for every stream to leave, and for one that then tries whether it is back."""
@@ -49,7 +49,7 @@ async def stop_again_and_again(folder: Path, num_stops: int, report: Report) -> 
                 windows.append(Window(begin_s, loop.now_s()))
         report(summary("2 routers", loop, {"SIGSTOP of a router": windows}))
         loop.check()
-        assert max(loop.pause(window) for window in windows) < STOPPED_S, "no stream waited for the stopped router"
+        assert max(loop.pause(window) for window in windows) < 2 * PROGRESS_TIMEOUT_S, "none waited for it"
         assert "request_resumed" in deployment.routers[1].log
         await until(lambda: all(watch.is_idle for watch in deployment.watches))
 

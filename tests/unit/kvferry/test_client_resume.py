@@ -262,7 +262,7 @@ async def test_an_abort_between_two_routers_is_done_by_the_next() -> None:
 
 
 async def test_a_router_that_falls_silent_is_lost_within_the_limit() -> None:
-    first, second = ScriptedRouter([*BEGIN, HEARTBEAT, HANG]), ScriptedRouter([REST[0], HEARTBEAT, *REST[1:]])
+    first, second = ScriptedRouter([HEARTBEAT, *BEGIN, HANG]), ScriptedRouter([HEARTBEAT, *REST])
     async with connected(first, second, progress_timeout_s=0.2) as client:
         async with client.generate(OPTIONS) as events:
             shown_events = [event async for event in events]
@@ -275,11 +275,19 @@ async def test_a_router_that_falls_silent_is_lost_within_the_limit() -> None:
     assert [request.progress_timeout_s for request in (*first.requests, *second.requests)] == [0.2, 0.2]
 
 
+@pytest.mark.parametrize("begun", [[], BEGIN[:1]])
+async def test_it_may_fall_silent_at_its_first_words(begun: list[Step]) -> None:
+    first, second = ScriptedRouter([HEARTBEAT, *begun, HANG]), ScriptedRouter([HEARTBEAT, *BEGIN, *REST[1:]])
+    async with connected(first, second, progress_timeout_s=0.2) as client:
+        assert (await client.complete(OPTIONS, timeout_s=10.0)).is_complete
+    assert len(second.requests) == 1
+
+
 async def test_heartbeats_keep_a_silent_response_alive() -> None:
     """Over more than two limits in all, none of them passed once."""
     gates = [asyncio.Event() for _ in range(5)]
     beating: list[Step] = [step for gate in gates for step in (gate, HEARTBEAT)]
-    first, second = ScriptedRouter([*BEGIN, HEARTBEAT, *beating, *REST[1:]]), ScriptedRouter(REST)
+    first, second = ScriptedRouter([HEARTBEAT, *BEGIN, *beating, *REST[1:]]), ScriptedRouter(REST)
     loop = asyncio.get_running_loop()
     async with connected(first, second, progress_timeout_s=2.0) as client:
         answering = asyncio.ensure_future(client.complete(OPTIONS))
@@ -306,7 +314,7 @@ async def test_a_router_that_has_no_heartbeats_may_be_silent() -> None:
 
 
 async def test_silence_at_a_single_router_fails_only_where_it_was_bounded() -> None:
-    async with connected(ScriptedRouter([*BEGIN, HEARTBEAT, HANG]), progress_timeout_s=0.2) as client:
+    async with connected(ScriptedRouter([HEARTBEAT, *BEGIN, HANG]), progress_timeout_s=0.2) as client:
         words = r"the router at 127\.0\.0\.1:\d+ made no progress for 0\.2 s"
         with pytest.raises(Unavailable, match=words):
             await client.complete(OPTIONS)
@@ -321,7 +329,7 @@ async def test_a_request_that_a_router_never_answers_goes_to_another(monkeypatch
 
 
 async def test_a_router_that_is_known_to_have_heartbeats_is_borne_no_longer_before_it_begins() -> None:
-    first = ScriptedRouter([BEGIN[0], HEARTBEAT, *BEGIN[1:], *REST[1:]], [HANG])
+    first = ScriptedRouter([HEARTBEAT, *BEGIN, *REST[1:]], [HANG])
     second = ScriptedRouter([*BEGIN, *REST[1:]])
     async with connected(first, second, progress_timeout_s=0.1) as client:
         for _ in range(3):

@@ -46,6 +46,20 @@ def test_after_the_pause_one_request_tries_and_the_others_wait_for_it() -> None:
     assert not breaker.is_open(FIRST_PAUSE_S + 0.01)
 
 
+def test_many_calls_that_break_together_cost_one_pause() -> None:
+    breaker = _opened()
+    assert not any(breaker.on_fault(0.01) for _ in range(16))
+    assert breaker.is_open(FIRST_PAUSE_S - 0.01)
+    assert not breaker.is_open(FIRST_PAUSE_S)
+    assert breaker.on_fault(FIRST_PAUSE_S), "one that fails later opens it again"
+    assert not breaker.is_open(2 * FIRST_PAUSE_S)
+    breaker.on_chosen(2 * FIRST_PAUSE_S)
+    assert breaker.on_fault(2 * FIRST_PAUSE_S), "and the trial makes the pause longer"
+    assert breaker.is_open(4 * FIRST_PAUSE_S - 0.01)
+    assert not breaker.on_fault(4 * FIRST_PAUSE_S - 0.01)
+    assert not breaker.is_open(4 * FIRST_PAUSE_S)
+
+
 def test_a_fault_of_the_trial_doubles_the_pause_up_to_the_limit() -> None:
     breaker, now_s, pause_s = _opened(), 0.0, FIRST_PAUSE_S
     for _ in range(8):

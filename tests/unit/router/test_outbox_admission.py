@@ -11,6 +11,7 @@ from kvferry.retry_budget import RETRY_BURST, RetryBudget
 from proto.kvferry.v1 import inference_pb2 as pb
 from router.admission import Admission
 from router.outbox import MAX_MERGED_TOKENS, Outbox, beating
+from tests.support.workers import until
 
 
 def delta(index: int, *token_ids: int, text: str = "") -> pb.GenerateResponse:
@@ -84,11 +85,11 @@ HEARTBEAT = pb.GenerateResponse(heartbeat=pb.StreamHeartbeat())
 STARTED = pb.GenerateResponse(started=pb.Started(model="m"))
 
 
-async def test_a_heartbeat_comes_behind_started_and_in_every_silence() -> None:
+async def test_a_heartbeat_comes_before_started_and_in_every_silence() -> None:
     outbox, loop = Outbox(heartbeat_interval_s=0.1), asyncio.get_running_loop()
     outbox.put(STARTED)
     outbox.put(delta(0, 5))
-    assert [await outbox.take() for _ in range(3)] == [STARTED, HEARTBEAT, delta(0, 5)]
+    assert [await outbox.take() for _ in range(3)] == [HEARTBEAT, STARTED, delta(0, 5)]
     for _ in range(2):
         before_s = loop.time()
         assert await outbox.take() == HEARTBEAT
@@ -103,6 +104,16 @@ async def test_what_comes_in_time_takes_the_place_of_a_heartbeat() -> None:
     await asyncio.sleep(0)
     outbox.put(delta(0, 5))
     assert await taking == delta(0, 5)
+
+
+async def test_a_client_that_takes_nothing_gets_no_heap_of_heartbeats() -> None:
+    """One is made when it can be written, so none waits behind another."""
+    outbox, loop = Outbox(heartbeat_interval_s=0.01), asyncio.get_running_loop()
+    outbox.put(delta(0, 5))
+    end_s = loop.time() + 0.2
+    await until(lambda: loop.time() > end_s)
+    outbox.close()
+    assert [await outbox.take(), await outbox.take()] == [delta(0, 5), None]
 
 
 async def test_no_heartbeats_unless_asked_for() -> None:
@@ -158,7 +169,7 @@ def test_admission_gives_places_back() -> None:
 
 
 def test_retries_are_a_share_of_requests_after_a_burst() -> None:
-    budget = RetryBudget(0.1)
+    budget = RetryBudget(0.1, max_saved=1)
     assert sum(budget.take() for _ in range(100)) == RETRY_BURST
     for _ in range(100):  # their share is the burst
         budget.add_request()
@@ -166,3 +177,13 @@ def test_retries_are_a_share_of_requests_after_a_burst() -> None:
     for _ in range(21):
         budget.add_request()
     assert [budget.take() for _ in range(3)] == [True, True, False]
+
+
+def test_retries_are_saved_for_a_fault_that_hits_all_requests_in_flight() -> None:
+    budget = RetryBudget(0.5, max_saved=40)
+    for _ in range(1000):
+        budget.add_request()
+    assert sum(budget.take() for _ in range(1000)) == 40
+    for _ in range(10):
+        budget.add_request()
+    assert [budget.take() for _ in range(6)] == [True] * 5 + [False]
