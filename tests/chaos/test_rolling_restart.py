@@ -39,7 +39,8 @@ async def replace(cluster: ChaosCluster, member: Member, *, by_order: bool) -> N
 async def replace_all(
     folder: Path, model_name: str, duration_s: float, report: Report, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Round after round until the time is over, every second one of the workers by order of a router."""
+    """Round after round until the time is over, every second one of the workers by order of a router. Without any time,
+    one round of a worker of each role and both routers."""
     caplog.set_level(logging.INFO, logger="kvferry.client_resume")
     model, windows, num_rounds = MODELS[model_name](folder), dict[str, list[Window]](), 0
     config = model.config.replace("shutdown", grace_s=GRACE_S)
@@ -47,7 +48,8 @@ async def replace_all(
         async with ClosedLoop(cluster.client, model.questions, num_streams=SAMPLE_STREAMS) as loop:
             end_s = loop.now_s() + duration_s
             while num_rounds == 0 or loop.now_s() < end_s:
-                for member in (*cluster.members, *cluster.routers):
+                members = cluster.members if duration_s else cluster.members[::2]
+                for member in (*members, *cluster.routers):
                     begin_s = loop.now_s()
                     await replace(cluster, member, by_order=num_rounds % 2 == 1 and member.role != "router")
                     windows.setdefault(member.role, []).append(Window(begin_s, loop.now_s()))

@@ -21,6 +21,7 @@ from kvferry.errors import FailedPrecondition, NotFound, Unavailable
 from kvferry.rpc import RpcChannel
 from kvferry.wire import spec_to_pb
 from proto.kvferry.v1 import worker_pb2, worker_pb2_grpc
+from tests.integration.conftest import ONCE
 from tests.support.pair import FULL_BLOCKS, OUTPUT_TOKENS, PROMPT_TOKENS, Pair, scripted_pair
 from tests.support.pair_request import Ending, PairRequest, failure_of
 from tests.support.workers import core_of, make_spec, until
@@ -74,6 +75,7 @@ async def check_other_side(pair: Pair, request: PairRequest, ending: Ending) -> 
         assert pair.prompts.is_right(request)
 
 
+@ONCE
 async def test_in_the_queue_of_prefill(folder: Path, times: int) -> None:
     async with scripted_pair(folder, prefill={"max_running": 1, "num_blocks": 1024}, step_delay_s=0.002) as pair:
         waiting = core_of(pair.prefill).scheduler.waiting
@@ -184,6 +186,7 @@ async def test_at_the_very_last_token_and_twice(folder: Path, times: int) -> Non
         await pair.check_idle()
 
 
+@ONCE
 async def test_a_stop_ends_the_stream_well_before_the_commit_and_after_it(folder: Path, times: int) -> None:
     """A stop string was complete: decode ends the sequence, and the stream with status OK, once or twice told."""
     async with scripted_pair(folder, step_delay_s=0.002) as pair, RpcChannel(pair.decode.address) as channel:

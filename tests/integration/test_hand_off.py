@@ -29,7 +29,9 @@ from kvferry.errors import (
 from kvferry.rpc import RpcChannel
 from kvferry.wire import spec_to_pb
 from kvferry.worker_process import RunningWorker
+from kvtransfer import sender_link
 from proto.kvferry.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from tests.integration.conftest import ONCE
 from tests.support.pair import Pair, Prompts, scripted_pair
 from tests.support.pair_request import Ending, PairRequest, failure_of
 from tests.support.worker_processes import watching, worker_process
@@ -340,6 +342,7 @@ MALFORMED: dict[str, tuple[worker_pb2.SequenceSpec, float, str]] = {
 }
 
 
+@ONCE
 @pytest.mark.parametrize("name", MALFORMED)
 async def test_a_sequence_that_makes_no_sense_is_refused_naming_the_field(pair: Pair, name: str) -> None:
     """R012, R132: by either worker, at once."""
@@ -381,6 +384,7 @@ async def first_answer_of_decode(address: str, *requests: worker_pb2.DecodeReque
                 return response
 
 
+@ONCE
 async def test_a_prefill_that_would_have_to_decode_is_refused(pair: Pair) -> None:
     """Its growth could preempt a prompt whose blocks are being shipped."""
     with pytest.raises(InvalidArgument, match="target: must be set: 5 tokens"):
@@ -389,8 +393,12 @@ async def test_a_prefill_that_would_have_to_decode_is_refused(pair: Pair) -> Non
         await first_answer_of_prefill(pair.prefill.address, prefill_request(valid_spec(), target={}))
 
 
+@ONCE
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:0", "127.0.0.1:x", "[::1", "a" * 5000, "unix:/nowhere"])
-async def test_an_address_that_is_none_fails_the_prefill_alone(pair: Pair, address: str) -> None:
+async def test_an_address_that_is_none_fails_the_prefill_alone(
+    pair: Pair, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender_link, "CONNECT_TIMEOUT_S", 0.3)
     target = worker_pb2.ShipTarget(address=address, epoch=1)
     async with asyncio.timeout(8.0):
         with pytest.raises(Unavailable):
@@ -402,6 +410,7 @@ async def test_an_address_that_is_none_fails_the_prefill_alone(pair: Pair, addre
                         pass
 
 
+@ONCE
 async def test_decode_calls_that_do_not_begin_or_go_on_well_are_refused(pair: Pair) -> None:
     start = worker_pb2.DecodeRequest(start=worker_pb2.DecodeStart(sequence=changed(), progress_timeout_s=5.0))
     stop, beat = worker_pb2.DecodeRequest(stop={}), worker_pb2.DecodeRequest(heartbeat={})
@@ -429,6 +438,7 @@ METHODS = (
 )
 
 
+@ONCE
 @pytest.mark.processes
 async def test_bytes_that_are_no_message_or_too_many_fail_their_call_alone(tmp_path: Path) -> None:
     """R012, R132: whatever is sent to whichever method, the processes live on and a request beside it is right."""

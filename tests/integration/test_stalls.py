@@ -176,6 +176,7 @@ async def test_a_router_that_falls_silent_loses_its_call(tmp_path: Path) -> None
         await assert_idle(decode)
 
 
+@ONCE
 async def test_a_decode_process_stopped_while_it_decodes_goes_on_where_it_was(tmp_path: Path) -> None:
     """A pause shorter than the deadline costs nothing but time."""
     model = Model(tmp_path, step_delay_s=0.005)
@@ -210,6 +211,7 @@ async def kill_and_check(process: WorkerProcess, survivor: RunningWorker, *reque
     await assert_idle(survivor)
 
 
+@ONCE
 async def test_prefill_killed_while_the_request_is_in_its_queue(tmp_path: Path) -> None:
     model = Model(tmp_path, step_delay_s=0.02)
     async with (
@@ -264,6 +266,7 @@ async def test_prefill_killed(model: Model, block_index: int) -> None:
         await kill_and_check(prefill, decode, request)
 
 
+@ONCE
 async def test_prefill_killed_while_decode_runs_costs_nothing(tmp_path: Path) -> None:
     model = Model(tmp_path, step_delay_s=0.005)
     async with (
@@ -310,6 +313,7 @@ async def test_decode_killed_and_started_anew_at_its_address(model: Model, block
         await assert_idle(prefill)
 
 
+@ONCE
 async def test_decode_killed_while_it_decodes(tmp_path: Path) -> None:
     model = Model(tmp_path, step_delay_s=0.01)
     async with (

@@ -123,7 +123,7 @@ async def test_what_can_never_fit_is_refused_at_once(folder: Path) -> None:
 async def test_a_decode_worker_that_is_not_there_fails_the_prefill_with_its_name(folder: Path) -> None:
     config = scripted_config(folder)
     async with running_worker("prefill", config) as prefill, RpcChannel(prefill.address) as channel:
-        caller = PairCaller(channel, channel, timeout_s=2.0)
+        caller = PairCaller(channel, channel, timeout_s=0.5)
         target = worker_pb2.Registered(epoch=1, ship_address="127.0.0.1:1")
         with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):
             await caller.prefill(make_spec("a", random_prompt(0, 10), 5), target, PairResult())

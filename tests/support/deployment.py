@@ -74,10 +74,19 @@ async def running_deployment(
     exporter = InMemorySpanExporter()
     async with AsyncExitStack() as stack:
 
-        async def workers(role: str, number: int, **place: Any) -> list[RunningWorker]:
+        async def workers(
+            role: str, number: int, listen: str = LOOPBACK, advertise: str | None = None
+        ) -> list[RunningWorker]:
             return [
                 await stack.enter_async_context(
-                    running_worker(role, config, worker_id=f"{role}-{index}", exporter=exporter, **place)
+                    running_worker(
+                        role,
+                        config,
+                        listen=listen,
+                        advertise=advertise,
+                        worker_id=f"{role}-{index}",
+                        exporter=exporter,
+                    )
                 )
                 for index in range(number)
             ]
