@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import logging
 import random
 import sys
 import time
@@ -68,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=at_least_one, default=NUM_PAIRS, help=f"a way; default {NUM_PAIRS}")
     add_json_option(parser)
     options = parser.parse_args(arguments)
+    logging.getLogger("router").setLevel(logging.ERROR)  # each drain ends a call, as it should
     try:
         lines = asyncio.run(measure(options.tokens, options.requests, Reporter()))
     except KvferryError as error:
