@@ -314,7 +314,7 @@ class FaultsConfig(_Frozen):
     kill_decode_at_step: int | None = Field(default=None, ge=1)
     """Each decode worker ends by SIGKILL before this step of its engine, counted from 1; anew after a restart."""
     shipping: ShippingFaults = ()
-    """Faults of shipments, prefill workers' and those of draining decode workers, one [[faults.shipping]] table each."""
+    """Faults of shipments, those of draining decode workers included, one [[faults.shipping]] table each."""
 
     @field_validator("kill_prefill_at_step", "kill_decode_at_step", "shipping")
     @classmethod
