@@ -1,8 +1,8 @@
 """`python -m bench`: runs the measurements that `docs/benchmarks.md` reports.
 
-python -m bench                   # all but the simulated ones, half an hour
+python -m bench                   # all but the simulated ones, three quarters of an hour
 python -m bench serve --json -    # one, as JSON on standard output
-python -m bench transfer --help   # transfer, handoff, receive and paper have options of their own
+python -m bench transfer --help   # transfer, handoff, receive, moves and paper have options of their own
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from bench import handoff, paper, receive, transfer
+from bench import handoff, moves, paper, receive, transfer
 from bench.environment import describe
 from bench.events import run_events
 from bench.memory import run_memory
@@ -22,11 +22,18 @@ BENCHES = {
     "transfer": transfer.run_transfer,
     "handoff": handoff.run_handoff,
     "receive": receive.run_receive,
+    "moves": moves.run_moves,
     "serve": run_serve,
     "memory": run_memory,
     "events": run_events,
 }
-WITH_OPTIONS = {"transfer": transfer.main, "handoff": handoff.main, "receive": receive.main, "paper": paper.main}
+WITH_OPTIONS = {
+    "transfer": transfer.main,
+    "handoff": handoff.main,
+    "receive": receive.main,
+    "moves": moves.main,
+    "paper": paper.main,
+}
 
 
 def main() -> None:

@@ -351,7 +351,7 @@ class FaultsConfig(_Frozen):
     kill_decode_at_step: int | None = Field(default=None, ge=1)
     """Each decode worker ends by SIGKILL before this step of its engine, counted from 1; anew after a restart."""
     shipping: ShippingFaults = ()
-    """Faults of every prefill worker's shipments, one [[faults.shipping]] table each."""
+    """Faults of shipments, those of draining decode workers included, one [[faults.shipping]] table each."""
 
     @field_validator("kill_prefill_at_step", "kill_decode_at_step", "shipping")
     @classmethod
@@ -364,7 +364,7 @@ class FaultsConfig(_Frozen):
         """Those that a worker of this role commits, in words."""
         step = {"prefill": self.kill_prefill_at_step, "decode": self.kill_decode_at_step}[role]
         kills = [] if step is None else [f"kill before step {step}"]
-        return kills + [str(fault) for fault in self.shipping] if role == "prefill" else kills
+        return kills + [str(fault) for fault in self.shipping]
 
 
 class TierConfig(_Frozen):

@@ -381,12 +381,9 @@ def test_faults_are_read_and_survive_a_child_processes_file(tmp_path: Path) -> N
     )
     child.write_text(to_toml(config))
     assert load_config(child) == config
-    assert config.faults.of_role("decode") == ["kill before step 40"]
-    assert config.faults.of_role("prefill") == [
-        "corrupt, block 2, sending 1",
-        "delay by 0.5 s, every block",
-        "stall, every block, attempt 1",
-    ]
+    shipping = ["corrupt, block 2, sending 1", "delay by 0.5 s, every block", "stall, every block, attempt 1"]
+    assert config.faults.of_role("decode") == ["kill before step 40", *shipping]
+    assert config.faults.of_role("prefill") == shipping
 
 
 def test_without_faults_there_are_none_and_a_commented_table_explains_every_key(tmp_path: Path) -> None:
