@@ -181,7 +181,7 @@ class RouterConfig(_Frozen):
     """How long a request whose tokens are under way waits for a worker to come back; long enough for a restart."""
     retry_budget: float = Field(default=0.1, ge=0.0, le=1.0)
     """Retries without progress as a share of requests."""
-    min_moved_tokens: int = Field(default=16, ge=0)
+    min_moved_tokens: int = Field(default=32, ge=0)
     """From how many output tokens on a sequence leaves a draining decode worker with its blocks, shipped from there;
     one with fewer is computed again by a prefill worker. 0: all are."""
 
