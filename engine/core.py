@@ -154,10 +154,14 @@ class EngineCore:
             raise InvalidArgument(
                 "max_tokens", f"{sequence.sampling.max_tokens}, of which {sequence.num_output_tokens} are given already"
             )
-        if max(sequence.token_ids) >= self.runner.vocab_size:
-            raise InvalidArgument(
-                "token_ids", f"{max(sequence.token_ids)}, the vocabulary has {self.runner.vocab_size} tokens"
-            )
+        for field_name, token_ids in (
+            ("token_ids", sequence.token_ids),
+            ("sampling.rules", sequence.sampling.rules.token_ids),
+        ):
+            if max(token_ids, default=0) >= self.runner.vocab_size:
+                raise InvalidArgument(
+                    field_name, f"{max(token_ids)}, the vocabulary has {self.runner.vocab_size} tokens"
+                )
         num_total = sequence.num_prompt_tokens + sequence.sampling.max_tokens
         if num_total > self.runner.max_context:
             raise InvalidArgument(
@@ -386,6 +390,7 @@ class EngineCore:
                 choice=sequence.choice,
                 num_choices=sequence.num_choices,
                 num_candidates=self._search_of(sequence).num_candidates if sequence.beam is not None else 0,
+                token_ids=sequence.token_ids,
             )
         return SequenceSlice(
             seq_id=sequence.seq_id,

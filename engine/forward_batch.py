@@ -26,6 +26,7 @@ class SampleRequest:
         choice: number of the (first) choice within its request; it keys the noise too.
         num_choices: choices that get a token each from these logits, `choice` being the first.
         num_candidates: nothing is sampled; this many most likely tokens are wanted, for beam search.
+        token_ids: prompt and output before it, for rules that count them; the sequence's own list, not a copy.
     """
 
     sampling: SamplingParams
@@ -34,6 +35,7 @@ class SampleRequest:
     choice: int = 0
     num_choices: int = 1
     num_candidates: int = 0
+    token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

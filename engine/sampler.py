@@ -2,7 +2,8 @@
 
 Greedy rows take the largest logit, the lowest id where several are equal. Other rows add Gumbel noise to their logits
 and take the largest sum. The noise comes from a counter-based generator keyed by (seed, choice, position), so a resumed
-request draws the same noise anywhere. Order of the filters: min_tokens, temperature, top_k, top_p, min_p.
+request draws the same noise anywhere. Order, as in vLLM: the request's rules (`logit_rules.py`), temperature, min_p,
+top_k, top_p. Log-probabilities are the model's own, before all of these.
 """
 
 from __future__ import annotations
@@ -11,14 +12,11 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine.forward_batch import Candidate, Sampled, SampledToken, SampleRequest
-
-Floats = npt.NDArray[np.float64]
-DROPPED = -np.inf
+from engine.logit_rules import BANNED, Floats, apply_rules, changes_logits
 
 
 def sample_rows(logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sampled]:
@@ -37,21 +35,26 @@ def sample_rows(logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sampl
     largest = logits.argmax(dim=1).tolist()  # the first of equal ones, so the lowest id
     sampled = []
     for row, request in enumerate(requests):
-        banned = _banned_token_ids(request, logits.shape[1])
         if not finite[row]:
             sampled.append(Sampled(None, f"non-finite logits at position {request.position}"))
         elif request.num_candidates:
             sampled.append(Sampled(None, candidates=_most_likely(logits[row], request.num_candidates)))
-        elif len(banned) == logits.shape[1]:
-            sampled.append(Sampled(None, f"min_tokens bans every token at position {request.position}"))
-        elif request.sampling.is_greedy and not banned and request.num_choices == 1:
+        elif request.sampling.is_greedy and request.num_choices == 1 and not changes_logits(request):
             sampled.append(_with_logprobs([largest[row]], logits[row], request))
         else:
-            values = logits[row].double().numpy()
-            choices = range(request.choice, request.choice + request.num_choices)
-            tokens = [_sample_row(values.copy(), banned, request, choice) for choice in choices]
-            sampled.append(_with_logprobs(tokens, logits[row], request))
+            sampled.append(_sample_choices(logits[row], request))
     return sampled
+
+
+def _sample_choices(row: Tensor, request: SampleRequest) -> Sampled:
+    """One token a choice. `row`: `[vocab_size]` float32."""
+    values = row.double().numpy()
+    if changes_logits(request):
+        apply_rules(values, request)
+        if not np.isfinite(values.max()):
+            return Sampled(None, f"every token is banned at position {request.position}")
+    choices = range(request.choice, request.choice + request.num_choices)
+    return _with_logprobs([_sample_row(values.copy(), request, choice) for choice in choices], row, request)
 
 
 def _with_logprobs(token_ids: list[int], row: Tensor, request: SampleRequest) -> Sampled:
@@ -86,26 +89,18 @@ def gumbel_noise(seed: int, choice: int, position: int, vocab_size: int) -> Floa
     return noise
 
 
-def _banned_token_ids(request: SampleRequest, vocab_size: int) -> list[int]:
-    """Ending tokens that may not come yet."""
-    if request.num_output_tokens >= request.sampling.min_tokens:
-        return []
-    return [token_id for token_id in request.sampling.ending_token_ids if 0 <= token_id < vocab_size]
-
-
-def _sample_row(row: Floats, banned: list[int], request: SampleRequest, choice: int) -> int:
-    """`row` is a copy of our own, `[vocab_size]`."""
+def _sample_row(row: Floats, request: SampleRequest, choice: int) -> int:
+    """`row` is a copy of our own, `[vocab_size]`, rules applied."""
     sampling = request.sampling
-    row[banned] = DROPPED
     if sampling.is_greedy:
         return int(row.argmax())
     row = (row - row.max()) / sampling.temperature  # the largest is 0
+    if sampling.min_p > 0.0:
+        row[row < math.log(sampling.min_p)] = BANNED
     if 0 < sampling.top_k < len(row):
         _keep_top_k(row, sampling.top_k)
     if sampling.top_p < 1.0:
         _keep_top_p(row, sampling.top_p)
-    if sampling.min_p > 0.0:
-        row[row < math.log(sampling.min_p)] = DROPPED
     return int((row + gumbel_noise(sampling.seed, choice, request.position, len(row))).argmax())
 
 
@@ -114,8 +109,8 @@ def _keep_top_k(row: Floats, top_k: int) -> None:
     smallest_kept = np.partition(row, len(row) - top_k)[len(row) - top_k]
     border = np.flatnonzero(row == smallest_kept)
     num_above = int((row > smallest_kept).sum())
-    row[row < smallest_kept] = DROPPED
-    row[border[top_k - num_above :]] = DROPPED
+    row[row < smallest_kept] = BANNED
+    row[border[top_k - num_above :]] = BANNED
 
 
 def _keep_top_p(row: Floats, top_p: float) -> None:
@@ -129,5 +124,5 @@ def _keep_top_p(row: Floats, top_p: float) -> None:
     kept = ordered[before < top_p]
     kept = kept if len(kept) else ordered[:1]
     values = row[kept]
-    row[:] = DROPPED
+    row[:] = BANNED
     row[kept] = values

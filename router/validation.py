@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from kvferry.errors import InvalidArgument, NotFound, PermissionDenied, ResourceExhausted, UnsupportedField
 from kvferry.kv_layout import KvLayout, num_beam_blocks
-from kvferry.sampling import GREEDY_BELOW_TEMPERATURE, BeamParams, SamplingParams
+from kvferry.sampling import GREEDY_BELOW_TEMPERATURE, BeamParams, LogitRules, SamplingParams
 from kvferry.worker import check_progress_timeout
 from proto.kvferry.v1 import inference_pb2 as pb
+from router.logit_rules import checked_bad_words, logit_rules
 from router.resume import ReceivedResponse, resume_of
 from router.text.chat_template import FIELD as CHAT_FIELD
 from router.text.chat_template import ChatMessage
@@ -115,6 +116,7 @@ class Request:
         label: the caller's own id; echoed, logged, never a key.
         max_tokens: most output tokens, None for what fits.
         seed: the caller's, or drawn.
+        rules: penalties, bias and allowed ids; `bad_words` join them once they are token ids.
         n: choices returned.
         best_of: candidates of which they are chosen, `n` where there is no choosing.
         beam: beam search instead of sampling; then `best_of` is `n`.
@@ -137,6 +139,8 @@ class Request:
     top_p: float
     min_p: float
     seed: int
+    rules: LogitRules
+    bad_words: tuple[str, ...]
     n: int
     best_of: int
     beam: BeamParams | None
@@ -173,8 +177,10 @@ class Request:
         """The operation's name in OpenTelemetry's conventions."""
         return "chat" if isinstance(self.prompt, ChatPrompt) else "text_completion"
 
-    def sampling_params(self, max_tokens: int, eos_token_ids: Sequence[int]) -> SamplingParams:
-        """The sampling parameters in force, for the workers."""
+    def sampling_params(
+        self, max_tokens: int, eos_token_ids: Sequence[int], bad_words: Sequence[tuple[int, ...]] = ()
+    ) -> SamplingParams:
+        """The sampling parameters in force, for the workers; `bad_words` as token ids."""
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=self.temperature,
@@ -187,6 +193,7 @@ class Request:
             eos_token_ids=tuple(eos_token_ids),
             stop_token_ids=self.stop_token_ids,
             logprobs=self.ranks_candidates,
+            rules=replace(self.rules, bad_words=tuple(bad_words)),
         )
 
 
@@ -218,6 +225,8 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
         top_p=_top_p(sampling),
         min_p=_min_p(sampling),
         seed=_seed(message, draw_seed),
+        rules=logit_rules(sampling, limits.vocab_size),
+        bad_words=checked_bad_words(sampling.bad_words),
         n=n,
         best_of=n if beam is not None else _best_of(sampling, n, temperature),
         beam=beam,
@@ -331,14 +340,6 @@ def _check_quota(role: str, tenant: str, num_needed: int, what: str, num_blocks:
 
 UNSUPPORTED_FIELDS: Mapping[str, Callable[[pb.GenerateRequest], bool]] = MappingProxyType(
     {
-        "sampling.presence_penalty": lambda m: m.sampling.presence_penalty != 0,
-        "sampling.frequency_penalty": lambda m: m.sampling.frequency_penalty != 0,
-        "sampling.repetition_penalty": lambda m: (
-            m.sampling.HasField("repetition_penalty") and m.sampling.repetition_penalty != 1
-        ),
-        "sampling.logit_bias": lambda m: bool(m.sampling.logit_bias),
-        "sampling.allowed_token_ids": lambda m: bool(m.sampling.allowed_token_ids),
-        "sampling.bad_words": lambda m: bool(m.sampling.bad_words),
         "response.logprobs": lambda m: m.response.HasField("logprobs"),
         "response.prompt_logprobs": lambda m: m.response.HasField("prompt_logprobs"),
         "response.logprob_token_ids": lambda m: bool(m.response.logprob_token_ids),
@@ -371,6 +372,14 @@ IDLE_BESIDE_BEAMS: Mapping[str, Callable[[pb.GenerateRequest], bool]] = MappingP
         "sampling.top_k": lambda m: m.sampling.top_k != 0,
         "sampling.min_p": lambda m: m.sampling.min_p != 0,
         "sampling.seed": lambda m: m.sampling.HasField("seed"),
+        "sampling.presence_penalty": lambda m: m.sampling.presence_penalty != 0,
+        "sampling.frequency_penalty": lambda m: m.sampling.frequency_penalty != 0,
+        "sampling.repetition_penalty": lambda m: (
+            m.sampling.HasField("repetition_penalty") and m.sampling.repetition_penalty != 1
+        ),
+        "sampling.logit_bias": lambda m: bool(m.sampling.logit_bias),
+        "sampling.allowed_token_ids": lambda m: bool(m.sampling.allowed_token_ids),
+        "sampling.bad_words": lambda m: bool(m.sampling.bad_words),
         "sampling.best_of": lambda m: m.sampling.HasField("best_of") and m.sampling.best_of != (m.sampling.n or 1),
         "stopping.stop": lambda m: bool(m.stopping.stop),
     }
