@@ -206,9 +206,7 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
         NotFound: no such adapter.
         PermissionDenied: another tenant is named.
     """
-    _check_size(message, limits)
-    _refuse_unsupported(message)
-    _refuse_idle_beside_beams(message)
+    _refuse(message, limits)
     sampling, stopping, response = message.sampling, message.stopping, message.response
     n, temperature = _n(sampling), _temperature(sampling)
     beam = _beam(message.beam_search, n, limits) if message.HasField("beam_search") else None
@@ -354,6 +352,12 @@ UNSUPPORTED_FIELDS: Mapping[str, Callable[[pb.GenerateRequest], bool]] = Mapping
         "session_id": lambda m: bool(m.session_id),
     }
 )
+
+
+def _refuse(message: pb.GenerateRequest, limits: Limits) -> None:
+    _check_size(message, limits)
+    _refuse_unsupported(message)
+    _refuse_idle_beside_beams(message)
 
 
 def _refuse_unsupported(message: pb.GenerateRequest) -> None:
