@@ -157,6 +157,7 @@ class EngineCore:
         for field_name, token_ids in (
             ("token_ids", sequence.token_ids),
             ("sampling.rules", sequence.sampling.rules.token_ids),
+            ("sampling.logprob_token_ids", sequence.sampling.logprob_token_ids),
         ):
             if max(token_ids, default=0) >= self.runner.vocab_size:
                 raise InvalidArgument(
@@ -224,7 +225,7 @@ class EngineCore:
         self.scheduler.start(sequence)
         sequence.was_started = True
         if sequence.beam is not None:
-            return self._start_gang(sequence, [Candidate(one.token_id, one.logprob or 0.0) for one in first])
+            return self._start_gang(sequence, [Candidate(one.token_id, _logprob_of(one)) for one in first])
         self._attempts.fork_choices(sequence, first, self._clock_ns())
         return []
 
@@ -540,3 +541,8 @@ class EngineCore:
 
 def _preempted(one: Preempted, at_ns: int) -> SequencePreempted:
     return SequencePreempted(one.sequence.owner_id, at_ns, one.sequence.choice, one.is_swapped)
+
+
+def _logprob_of(token: SampledToken) -> float:
+    assert token.logprob is not None, "checked on arrival: a beam search needs it"
+    return token.logprob.logprob

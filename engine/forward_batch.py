@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvferry.sampling import SamplingParams
+from kvferry.sampling import SamplingParams, TokenLogprob
 
 OnKvWritten = Callable[[], None]
 """Called once in a step, on its thread, when the KV of all its tokens is in the pool, before anything is sampled."""
@@ -72,10 +72,15 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The token of one choice; `logprob` as a candidate's, where it was asked for."""
+    """The token of one choice, with its log-probability where it was asked for."""
 
     token_id: int
-    logprob: float | None = None
+    logprob: TokenLogprob | None = None
+
+    @classmethod
+    def told(cls, token_id: int, logprob: float | None) -> SampledToken:
+        """A token that another worker sampled."""
+        return cls(token_id, None if logprob is None else TokenLogprob(token_id, logprob))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,6 @@ class Sampled:
 
     token_id: int | None
     error: str | None = None
-    logprob: float | None = None
+    logprob: TokenLogprob | None = None
     others: tuple[SampledToken, ...] = ()
     candidates: tuple[Candidate, ...] = ()

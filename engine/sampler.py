@@ -9,7 +9,7 @@ top_k, top_p. Log-probabilities are the model's own, before all of these.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.forward_batch import Candidate, Sampled, SampledToken, SampleRequest
 from engine.logit_rules import BANNED, Floats, apply_rules, changes_logits
+from kvferry.sampling import SamplingParams, TokenLogprob
 
 
 def sample_rows(logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sampled]:
@@ -38,7 +39,9 @@ def sample_rows(logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sampl
         if not finite[row]:
             sampled.append(Sampled(None, f"non-finite logits at position {request.position}"))
         elif request.num_candidates:
-            sampled.append(Sampled(None, candidates=_most_likely(logits[row], request.num_candidates)))
+            sampled.append(
+                Sampled(None, candidates=_most_likely(logits[row].log_softmax(dim=0), request.num_candidates))
+            )
         elif request.sampling.is_greedy and request.num_choices == 1 and not changes_logits(request):
             sampled.append(_with_logprobs([largest[row]], logits[row], request))
         else:
@@ -59,16 +62,30 @@ def _sample_choices(row: Tensor, request: SampleRequest) -> Sampled:
 
 def _with_logprobs(token_ids: list[int], row: Tensor, request: SampleRequest) -> Sampled:
     """`row`: `[vocab_size]` logits, from which log-probabilities are taken where they are asked for."""
-    logprobs: list[float | None] = [None] * len(token_ids)
+    logprobs: list[TokenLogprob | None] = [None] * len(token_ids)
     if request.sampling.logprobs:
-        logprobs = list(row.log_softmax(dim=0)[token_ids].tolist())
+        logprobs = list(_token_logprobs(token_ids, row.log_softmax(dim=0), request.sampling))
     others = map(SampledToken, token_ids[1:], logprobs[1:])
     return Sampled(token_ids[0], logprob=logprobs[0], others=tuple(others))
 
 
-def _most_likely(row: Tensor, num_candidates: int) -> tuple[Candidate, ...]:
-    """The most likely tokens, best first; of equal ones the lowest ids first."""
-    logprobs = row.log_softmax(dim=0)
+def _token_logprobs(token_ids: list[int], logprobs: Tensor, sampling: SamplingParams) -> Iterator[TokenLogprob]:
+    """`logprobs`: `[vocab_size]`. Alternatives are the same for all tokens of a row."""
+
+    def of(token_id: int, alternatives: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        rank = int((logprobs >= logprobs[token_id]).sum())
+        return TokenLogprob(token_id, float(logprobs[token_id]), rank, alternatives)
+
+    others = sampling.logprob_token_ids
+    if sampling.num_top_logprobs:
+        others = tuple(one.token_id for one in _most_likely(logprobs, sampling.num_top_logprobs))
+    alternatives = tuple(of(token_id) for token_id in others)
+    return (of(token_id, alternatives) for token_id in token_ids)
+
+
+def _most_likely(logprobs: Tensor, num_candidates: int) -> tuple[Candidate, ...]:
+    """The most likely tokens of `[vocab_size]`, best first; of equal ones the lowest ids first."""
+    num_candidates = min(num_candidates, len(logprobs))
     smallest_kept = logprobs.topk(num_candidates).values[-1]
     kept = (logprobs >= smallest_kept).nonzero()[:, 0]  # in order of ids; more than asked for where some are equal
     order = logprobs[kept].argsort(descending=True, stable=True)[:num_candidates]

@@ -80,6 +80,9 @@ class GenerateOptions:
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     time_limit_s: float | None = None
+    logprobs: int | None = None
+    logprob_token_ids: Sequence[int] = ()
+    skip_special_tokens: bool | None = None
     tier: str = ""
     tenant: str = ""
     adapter: str = ""
@@ -102,6 +105,9 @@ class GenerateOptions:
         _set_beam_search(request, self)
         for name in _STOPPING_FIELDS:
             _set(request.stopping, f"stopping.{name}", getattr(self, name))
+        for name in _RESPONSE_FIELDS:
+            _set(request.response, f"response.{name}", getattr(self, name))
+        _extend(request.response.logprob_token_ids, "response.logprob_token_ids", self.logprob_token_ids)
         for name in _CACHE_FIELDS:
             _set(request.cache, f"cache.{name}", getattr(self, name) or None)
         _extend(request.stopping.stop, "stopping.stop", self.stop)
@@ -123,6 +129,7 @@ _SAMPLING_FIELDS = (
     "best_of",
 )
 _STOPPING_FIELDS = ("max_tokens", "min_tokens", "include_stop_str_in_output", "ignore_eos", "time_limit_s")
+_RESPONSE_FIELDS = ("logprobs", "skip_special_tokens")
 _CACHE_FIELDS = ("bypass_prefix_cache", "cache_salt", "shared_salt")
 
 
@@ -204,10 +211,11 @@ def _update(target: Any, path: str, values: Mapping[int, float]) -> None:
 
 @dataclass(slots=True)
 class Choice:
-    """One output, complete once `finish` is set."""
+    """One output, complete once `finish` is set; `logprobs` has one entry a token where they were asked for."""
 
     index: int
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[types_pb2.TokenLogprob] = field(default_factory=list)
     text: str = ""
     finish: Finish | None = None
     cumulative_logprob: float | None = None
@@ -250,6 +258,7 @@ class Completion:
         if delta.token_ids and delta.token_index != len(choice.token_ids):
             raise DataLoss(f"choice {delta.index}: token {delta.token_index} came after {len(choice.token_ids)} tokens")
         choice.token_ids.extend(delta.token_ids)
+        choice.logprobs.extend(delta.logprobs)
         choice.text += delta.text
 
     def _check_count(self, choice: Choice, num_output_tokens: int) -> None:

@@ -45,6 +45,21 @@ NO_RULES = LogitRules()
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural logarithm of a token's probability under the model, before rules, temperature and filters.
+
+    Attributes:
+        rank: tokens at least as likely, itself included; 0 where it was not counted.
+        alternatives: the most likely tokens in order, or those that were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int = 0
+    alternatives: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Effective sampling parameters and token-level stop rules of one choice.
 
@@ -60,6 +75,8 @@ class SamplingParams:
         eos_token_ids: the model's end-of-sequence ids.
         stop_token_ids: the caller's own stop ids.
         logprobs: report the log-probability of every sampled token.
+        num_top_logprobs: with `logprobs`, report those of so many most likely tokens, too.
+        logprob_token_ids: with `logprobs`, report those of these tokens, too, instead of the most likely ones'.
         rules: penalties, bias and bans.
     """
 
@@ -74,6 +91,8 @@ class SamplingParams:
     eos_token_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     logprobs: bool = False
+    num_top_logprobs: int = 0
+    logprob_token_ids: tuple[int, ...] = ()
     rules: LogitRules = NO_RULES
 
     @property

@@ -14,7 +14,7 @@ from kvferry.block_changes import BlockChanges, NumberedChanges
 from kvferry.block_hash import HASH_BYTES
 from kvferry.errors import InvalidArgument
 from kvferry.kv_layout import DTYPE_BYTES, KvLayout
-from kvferry.sampling import NO_RULES, BeamParams, Finish, FinishKind, LogitRules, SamplingParams
+from kvferry.sampling import NO_RULES, BeamParams, Finish, FinishKind, LogitRules, SamplingParams, TokenLogprob
 from kvferry.spec import AttemptId, SequenceSpec
 from kvferry.stats import EngineStats, MemorySnapshot, ShipCounters, TenantMemory
 from proto.kvferry.v1 import cache_pb2, types_pb2, worker_pb2
@@ -106,6 +106,8 @@ def sampling_to_pb(sampling: SamplingParams) -> worker_pb2.EffectiveSampling:
         eos_token_ids=sampling.eos_token_ids,
         stop_token_ids=sampling.stop_token_ids,
         logprobs=sampling.logprobs,
+        num_top_logprobs=sampling.num_top_logprobs,
+        logprob_token_ids=sampling.logprob_token_ids,
         rules=None if sampling.rules == NO_RULES else _rules_to_pb(sampling.rules),
     )
 
@@ -154,8 +156,24 @@ def sampling_from_pb(message: worker_pb2.EffectiveSampling) -> SamplingParams:
         eos_token_ids=tuple(message.eos_token_ids),
         stop_token_ids=tuple(message.stop_token_ids),
         logprobs=message.logprobs,
+        num_top_logprobs=message.num_top_logprobs,
+        logprob_token_ids=tuple(message.logprob_token_ids),
         rules=_rules_from_pb(message.rules) if message.HasField("rules") else NO_RULES,
     )
+
+
+def logprob_to_pb(one: TokenLogprob) -> types_pb2.TokenLogprob:
+    """Message of a token's log-probability and of its alternatives'."""
+    top = [logprob_to_pb(other) for other in one.alternatives]
+    return types_pb2.TokenLogprob(token_id=one.token_id, logprob=one.logprob, rank=one.rank, top=top)
+
+
+def logprob_from_pb(message: types_pb2.TokenLogprob) -> TokenLogprob:
+    """Alternatives have none of their own; raises InvalidArgument for what is no logarithm of a probability."""
+    if not (math.isfinite(message.logprob) and message.logprob <= 0.0):
+        raise InvalidArgument("logprob", f"{message.logprob} is no logarithm of a probability")
+    top = tuple(TokenLogprob(other.token_id, other.logprob, other.rank) for other in message.top)
+    return TokenLogprob(message.token_id, message.logprob, message.rank, top)
 
 
 def beam_to_pb(beam: BeamParams) -> worker_pb2.BeamSpec:

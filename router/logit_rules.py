@@ -20,7 +20,7 @@ MAX_BAD_WORD_CHARS = 256
 def logit_rules(sampling: pb.SamplingOptions, vocab_size: int) -> LogitRules:
     """All but the bad words, which are text still. Raises InvalidArgument naming the field and the limit."""
     allowed = tuple(dict.fromkeys(sampling.allowed_token_ids))
-    _check_ids("sampling.allowed_token_ids", allowed, vocab_size)
+    check_ids("sampling.allowed_token_ids", allowed, vocab_size)
     return LogitRules(
         presence_penalty=_penalty(sampling, "presence_penalty"),
         frequency_penalty=_penalty(sampling, "frequency_penalty"),
@@ -49,7 +49,7 @@ def _bias(sampling: pb.SamplingOptions, vocab_size: int) -> tuple[tuple[int, flo
     field, bias = "sampling.logit_bias", sampling.logit_bias
     if len(bias) > MAX_BIASED_TOKENS:
         raise InvalidArgument(field, f"has {len(bias)} entries; at most {MAX_BIASED_TOKENS} are allowed")
-    _check_ids(field, bias, vocab_size)
+    check_ids(field, bias, vocab_size)
     for token_id, value in bias.items():
         if not -MAX_BIAS <= value <= MAX_BIAS:
             raise InvalidArgument(field, f"must be {-MAX_BIAS:g} … {MAX_BIAS:g}, got {value:g} for token id {token_id}")
@@ -70,7 +70,8 @@ def _repetition_penalty(sampling: pb.SamplingOptions) -> float:
     return value
 
 
-def _check_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+def check_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Raises InvalidArgument for an id outside the vocabulary."""
     largest = max(token_ids, default=0)
     if largest >= vocab_size:
         raise InvalidArgument(field, f"has token id {largest}; the vocabulary has {vocab_size}")

@@ -17,7 +17,7 @@ from kvferry.kv_layout import KvLayout, num_beam_blocks
 from kvferry.sampling import GREEDY_BELOW_TEMPERATURE, BeamParams, LogitRules, SamplingParams
 from kvferry.worker import check_progress_timeout
 from proto.kvferry.v1 import inference_pb2 as pb
-from router.logit_rules import checked_bad_words, logit_rules
+from router.logit_rules import check_ids, checked_bad_words, logit_rules
 from router.resume import ReceivedResponse, resume_of
 from router.text.chat_template import FIELD as CHAT_FIELD
 from router.text.chat_template import ChatMessage
@@ -30,6 +30,9 @@ MAX_REQUEST_ID_CHARS = 256
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
+MAX_LOGPROBS = 20
+"""Alternatives a token: each is a line of the response, and a search through the vocabulary."""
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_CACHE_SALT_BYTES = 256
 SEED_LIMIT = 1 << 64
 MAX_CHOICES = 64
@@ -123,6 +126,7 @@ class Request:
         time_limit_s: None for no limit.
         tenant: whose request it is, by its API key.
         text, token_ids, prompt_token_ids: what the response carries.
+        num_logprobs: most likely tokens told of beside each output token; None for no log-probabilities.
         resume: what the client has of the response already; None where it begins.
         heartbeat_interval_s: longest silence before a heartbeat; None for none.
         The rest as in the public request.
@@ -155,6 +159,8 @@ class Request:
     token_ids: bool
     prompt_token_ids: bool
     skip_special_tokens: bool
+    num_logprobs: int | None
+    logprob_token_ids: tuple[int, ...]
     bypass_prefix_cache: bool
     cache_salt: str
     shared_salt: str
@@ -166,6 +172,11 @@ class Request:
     def ranks_candidates(self) -> bool:
         """Whether the choices are the best of more candidates; nothing is sent before all have ended then."""
         return self.best_of > self.n
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the client is told log-probabilities of the output."""
+        return self.num_logprobs is not None or bool(self.logprob_token_ids)
 
     @property
     def comes_at_end(self) -> bool:
@@ -192,7 +203,9 @@ class Request:
             ignore_eos=self.ignore_eos,
             eos_token_ids=tuple(eos_token_ids),
             stop_token_ids=self.stop_token_ids,
-            logprobs=self.ranks_candidates,
+            logprobs=self.ranks_candidates or self.wants_logprobs,
+            num_top_logprobs=self.num_logprobs or 0,
+            logprob_token_ids=self.logprob_token_ids,
             rules=replace(self.rules, bad_words=tuple(bad_words)),
         )
 
@@ -239,6 +252,8 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
         token_ids=_switch(response, "token_ids"),
         prompt_token_ids=response.prompt_token_ids,
         skip_special_tokens=_switch(response, "skip_special_tokens"),
+        num_logprobs=_num_logprobs(response),
+        logprob_token_ids=_logprob_token_ids(response, limits),
         bypass_prefix_cache=message.cache.bypass_prefix_cache,
         cache_salt=_salt("cache.cache_salt", message.cache.cache_salt),
         shared_salt=_salt("cache.shared_salt", message.cache.shared_salt),
@@ -338,9 +353,7 @@ def _check_quota(role: str, tenant: str, num_needed: int, what: str, num_blocks:
 
 UNSUPPORTED_FIELDS: Mapping[str, Callable[[pb.GenerateRequest], bool]] = MappingProxyType(
     {
-        "response.logprobs": lambda m: m.response.HasField("logprobs"),
         "response.prompt_logprobs": lambda m: m.response.HasField("prompt_logprobs"),
-        "response.logprob_token_ids": lambda m: bool(m.response.logprob_token_ids),
         "response.echo": lambda m: m.response.echo,
         "json_schema": lambda m: m.HasField("json_schema"),
         "json_object": lambda m: m.HasField("json_object"),
@@ -386,6 +399,8 @@ IDLE_BESIDE_BEAMS: Mapping[str, Callable[[pb.GenerateRequest], bool]] = MappingP
         "sampling.bad_words": lambda m: bool(m.sampling.bad_words),
         "sampling.best_of": lambda m: m.sampling.HasField("best_of") and m.sampling.best_of != (m.sampling.n or 1),
         "stopping.stop": lambda m: bool(m.stopping.stop),
+        "response.logprobs": lambda m: m.response.HasField("logprobs"),
+        "response.logprob_token_ids": lambda m: bool(m.response.logprob_token_ids),
     }
 )
 
@@ -570,6 +585,24 @@ def _min_tokens(stopping: pb.StoppingOptions, limits: Limits) -> int:
     if stopping.min_tokens > limit:
         raise InvalidArgument("stopping.min_tokens", f"{stopping.min_tokens} is above max_tokens, {limit}")
     return stopping.min_tokens
+
+
+def _num_logprobs(response: pb.ResponseOptions) -> int | None:
+    if not response.HasField("logprobs"):
+        return None
+    if response.logprobs > MAX_LOGPROBS:
+        raise InvalidArgument("response.logprobs", f"{response.logprobs} is above the limit, {MAX_LOGPROBS}")
+    return response.logprobs
+
+
+def _logprob_token_ids(response: pb.ResponseOptions, limits: Limits) -> tuple[int, ...]:
+    field, token_ids = "response.logprob_token_ids", tuple(dict.fromkeys(response.logprob_token_ids))
+    if token_ids and response.logprobs:
+        raise InvalidArgument(field, "cannot be combined with response.logprobs above 0: both fill the alternatives")
+    if len(token_ids) > MAX_LOGPROB_TOKEN_IDS:
+        raise InvalidArgument(field, f"has {len(token_ids)} ids; at most {MAX_LOGPROB_TOKEN_IDS} are allowed")
+    check_ids(field, token_ids, limits.vocab_size)
+    return token_ids
 
 
 def _stop(stops: Sequence[str]) -> tuple[str, ...]:

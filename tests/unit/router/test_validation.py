@@ -213,6 +213,11 @@ BAD: list[tuple[dict[str, Any], type[KvferryError], str]] = [
         ({"text": "a", "stopping": {"time_limit_s": value}}, InvalidArgument, "time_limit_s")
         for value in (0.0, -1.0, NAN, INF)
     ),
+    ({"text": "a", "response": {"logprobs": 21}}, InvalidArgument, "response.logprobs: 21 .* 20"),
+    ({"text": "a", "response": {"logprob_token_ids": [100]}}, InvalidArgument, "response.logprob_token_ids.* 100"),
+    ({"text": "a", "response": {"logprob_token_ids": range(129)}}, InvalidArgument, "response.logprob_token_ids"),
+    ({"text": "a", "response": {"logprobs": 1, "logprob_token_ids": [1]}}, InvalidArgument, "cannot be combined"),
+    ({"text": "a", "beam_search": {"width": 2}, "response": {"logprobs": 0}}, InvalidArgument, "cannot be combined"),
     ({"text": "a", "cache": {"cache_salt": "x" * 257}}, InvalidArgument, "cache_salt.*256"),
     ({"text": "a", "cache": {"shared_salt": "x" * 257}}, InvalidArgument, "shared_salt.*256"),
     ({"text": "a", "tenant": "other"}, PermissionDenied, "tenant"),
