@@ -179,8 +179,9 @@ def _check_tokens(first: list[SampledToken], vocab_size: int) -> None:
             raise FailedPrecondition(
                 f"commit.first_token_ids: {token.token_id}, the vocabulary has {vocab_size} tokens"
             )
-        if token.logprob is not None and not (math.isfinite(token.logprob) and token.logprob <= 0.0):
-            raise FailedPrecondition(f"commit.first_logprobs: {token.logprob} is no logarithm of a probability")
+        logprob = 0.0 if token.logprob is None else token.logprob.logprob
+        if not (math.isfinite(logprob) and logprob <= 0.0):
+            raise FailedPrecondition(f"commit.first_logprobs: {logprob} is no logarithm of a probability")
 
 
 def _choices_left(sequence: Sequence, first: list[SampledToken]) -> tuple[int, ...]:

@@ -118,7 +118,7 @@ class DecodeAttempt:
         """Lets the sequence run; raises NotFound when the attempt or its reservation is gone."""
         self._check_open()
         seq_id, num_full_blocks = self.id.seq_id, self._num_tokens // self._runner.layout.block_size
-        first = [SampledToken(*one) for one in zip_longest(first_token_ids, first_logprobs)]
+        first = [SampledToken.told(*one) for one in zip_longest(first_token_ids, first_logprobs)]
         digests = {index: digest for index, digest in self._digests.items() if index < num_full_blocks}
         with self._telemetry.span(SpanNames.COMMIT):
             outcome = await self._engine.run(lambda core: self._admission.commit(seq_id, first, digests))

@@ -20,7 +20,7 @@ from engine.outputs import (
 )
 from kvferry.spec import AttemptId
 from kvferry.telemetry import Attributes, SpanNames, Telemetry, mark_error
-from kvferry.wire import finish_to_pb
+from kvferry.wire import finish_to_pb, logprob_to_pb
 from proto.kvferry.v1 import worker_pb2
 
 
@@ -116,7 +116,7 @@ class DecodeReporter:
         message = worker_pb2.DecodeTokens(
             token_index=first.token_index, token_ids=[token.token_id for token in tokens], choice=first.choice
         )
-        message.logprobs.extend(token.logprob for token in tokens if token.logprob is not None)
+        message.logprobs.extend(logprob_to_pb(token.logprob) for token in tokens if token.logprob is not None)
         if last.finish is not None:
             message.finish.CopyFrom(finish_to_pb(last.finish))
             self.end_choice(first.choice)

@@ -154,10 +154,15 @@ class EngineCore:
             raise InvalidArgument(
                 "max_tokens", f"{sequence.sampling.max_tokens}, of which {sequence.num_output_tokens} are given already"
             )
-        if max(sequence.token_ids) >= self.runner.vocab_size:
-            raise InvalidArgument(
-                "token_ids", f"{max(sequence.token_ids)}, the vocabulary has {self.runner.vocab_size} tokens"
-            )
+        for field_name, token_ids in (
+            ("token_ids", sequence.token_ids),
+            ("sampling.rules", sequence.sampling.rules.token_ids),
+            ("sampling.logprob_token_ids", sequence.sampling.logprob_token_ids),
+        ):
+            if max(token_ids, default=0) >= self.runner.vocab_size:
+                raise InvalidArgument(
+                    field_name, f"{max(token_ids)}, the vocabulary has {self.runner.vocab_size} tokens"
+                )
         num_total = sequence.num_prompt_tokens + sequence.sampling.max_tokens
         if num_total > self.runner.max_context:
             raise InvalidArgument(
@@ -220,7 +225,7 @@ class EngineCore:
         self.scheduler.start(sequence)
         sequence.was_started = True
         if sequence.beam is not None:
-            return self._start_gang(sequence, [Candidate(one.token_id, one.logprob or 0.0) for one in first])
+            return self._start_gang(sequence, [Candidate(one.token_id, _logprob_of(one)) for one in first])
         self._attempts.fork_choices(sequence, first, self._clock_ns())
         return []
 
@@ -386,6 +391,7 @@ class EngineCore:
                 choice=sequence.choice,
                 num_choices=sequence.num_choices,
                 num_candidates=self._search_of(sequence).num_candidates if sequence.beam is not None else 0,
+                token_ids=sequence.token_ids,
             )
         return SequenceSlice(
             seq_id=sequence.seq_id,
@@ -535,3 +541,8 @@ class EngineCore:
 
 def _preempted(one: Preempted, at_ns: int) -> SequencePreempted:
     return SequencePreempted(one.sequence.owner_id, at_ns, one.sequence.choice, one.is_swapped)
+
+
+def _logprob_of(token: SampledToken) -> float:
+    assert token.logprob is not None, "checked on arrival: a beam search needs it"
+    return token.logprob.logprob

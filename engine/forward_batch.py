@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvferry.sampling import SamplingParams
+from kvferry.sampling import SamplingParams, TokenLogprob
 
 OnKvWritten = Callable[[], None]
 """Called once in a step, on its thread, when the KV of all its tokens is in the pool, before anything is sampled."""
@@ -26,6 +26,7 @@ class SampleRequest:
         choice: number of the (first) choice within its request; it keys the noise too.
         num_choices: choices that get a token each from these logits, `choice` being the first.
         num_candidates: nothing is sampled; this many most likely tokens are wanted, for beam search.
+        token_ids: prompt and output before it, for rules that count them; the sequence's own list, not a copy.
     """
 
     sampling: SamplingParams
@@ -34,6 +35,7 @@ class SampleRequest:
     choice: int = 0
     num_choices: int = 1
     num_candidates: int = 0
+    token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +72,15 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The token of one choice; `logprob` as a candidate's, where it was asked for."""
+    """The token of one choice, with its log-probability where it was asked for."""
 
     token_id: int
-    logprob: float | None = None
+    logprob: TokenLogprob | None = None
+
+    @classmethod
+    def told(cls, token_id: int, logprob: float | None) -> SampledToken:
+        """A token that another worker sampled."""
+        return cls(token_id, None if logprob is None else TokenLogprob(token_id, logprob))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +97,6 @@ class Sampled:
 
     token_id: int | None
     error: str | None = None
-    logprob: float | None = None
+    logprob: TokenLogprob | None = None
     others: tuple[SampledToken, ...] = ()
     candidates: tuple[Candidate, ...] = ()

@@ -13,7 +13,7 @@ from engine.core import EngineCore
 from engine.outputs import BeamsFinished, CandidatesFound, Output, SequenceFailed, SequencePreempted, TokenSampled
 from engine.sequence import Sequence
 from kvferry.errors import KvferryError
-from kvferry.sampling import Finish
+from kvferry.sampling import Finish, TokenLogprob
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class LocalResult:
     """Output of one choice, or of a beam search."""
 
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float | None] = field(default_factory=list)
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)
     finish: Finish | None = None
     beams: tuple[Hypothesis, ...] = ()
     error: KvferryError | None = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from engine.beam import Hypothesis
 from engine.forward_batch import Candidate
 from kvferry.errors import KvferryError
-from kvferry.sampling import Finish
+from kvferry.sampling import Finish, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class TokenSampled:
     finish: Finish | None
     at_ns: int
     choice: int = 0
-    logprob: float | None = None
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,23 +2,22 @@
 
 Greedy rows take the largest logit, the lowest id where several are equal. Other rows add Gumbel noise to their logits
 and take the largest sum. The noise comes from a counter-based generator keyed by (seed, choice, position), so a resumed
-request draws the same noise anywhere. Order of the filters: min_tokens, temperature, top_k, top_p, min_p.
+request draws the same noise anywhere. Order, as in vLLM: the request's rules (`logit_rules.py`), temperature, min_p,
+top_k, top_p. Log-probabilities are the model's own, before all of these.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine.forward_batch import Candidate, Sampled, SampledToken, SampleRequest
-
-Floats = npt.NDArray[np.float64]
-DROPPED = -np.inf
+from engine.logit_rules import BANNED, Floats, apply_rules, changes_logits
+from kvferry.sampling import SamplingParams, TokenLogprob
 
 
 def sample_rows(logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sampled]:
@@ -37,35 +36,56 @@ def sample_rows(logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sampl
     largest = logits.argmax(dim=1).tolist()  # the first of equal ones, so the lowest id
     sampled = []
     for row, request in enumerate(requests):
-        banned = _banned_token_ids(request, logits.shape[1])
         if not finite[row]:
             sampled.append(Sampled(None, f"non-finite logits at position {request.position}"))
         elif request.num_candidates:
-            sampled.append(Sampled(None, candidates=_most_likely(logits[row], request.num_candidates)))
-        elif len(banned) == logits.shape[1]:
-            sampled.append(Sampled(None, f"min_tokens bans every token at position {request.position}"))
-        elif request.sampling.is_greedy and not banned and request.num_choices == 1:
+            sampled.append(
+                Sampled(None, candidates=_most_likely(logits[row].log_softmax(dim=0), request.num_candidates))
+            )
+        elif request.sampling.is_greedy and request.num_choices == 1 and not changes_logits(request):
             sampled.append(_with_logprobs([largest[row]], logits[row], request))
         else:
-            values = logits[row].double().numpy()
-            choices = range(request.choice, request.choice + request.num_choices)
-            tokens = [_sample_row(values.copy(), banned, request, choice) for choice in choices]
-            sampled.append(_with_logprobs(tokens, logits[row], request))
+            sampled.append(_sample_choices(logits[row], request))
     return sampled
+
+
+def _sample_choices(row: Tensor, request: SampleRequest) -> Sampled:
+    """One token a choice. `row`: `[vocab_size]` float32."""
+    values = row.double().numpy()
+    if changes_logits(request):
+        apply_rules(values, request)
+        if not np.isfinite(values.max()):
+            return Sampled(None, f"every token is banned at position {request.position}")
+    choices = range(request.choice, request.choice + request.num_choices)
+    return _with_logprobs([_sample_row(values.copy(), request, choice) for choice in choices], row, request)
 
 
 def _with_logprobs(token_ids: list[int], row: Tensor, request: SampleRequest) -> Sampled:
     """`row`: `[vocab_size]` logits, from which log-probabilities are taken where they are asked for."""
-    logprobs: list[float | None] = [None] * len(token_ids)
+    logprobs: list[TokenLogprob | None] = [None] * len(token_ids)
     if request.sampling.logprobs:
-        logprobs = list(row.log_softmax(dim=0)[token_ids].tolist())
+        logprobs = list(_token_logprobs(token_ids, row.log_softmax(dim=0), request.sampling))
     others = map(SampledToken, token_ids[1:], logprobs[1:])
     return Sampled(token_ids[0], logprob=logprobs[0], others=tuple(others))
 
 
-def _most_likely(row: Tensor, num_candidates: int) -> tuple[Candidate, ...]:
-    """The most likely tokens, best first; of equal ones the lowest ids first."""
-    logprobs = row.log_softmax(dim=0)
+def _token_logprobs(token_ids: list[int], logprobs: Tensor, sampling: SamplingParams) -> Iterator[TokenLogprob]:
+    """`logprobs`: `[vocab_size]`. Alternatives are the same for all tokens of a row."""
+
+    def of(token_id: int, alternatives: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        rank = int((logprobs >= logprobs[token_id]).sum())
+        return TokenLogprob(token_id, float(logprobs[token_id]), rank, alternatives)
+
+    others = sampling.logprob_token_ids
+    if sampling.num_top_logprobs:
+        others = tuple(one.token_id for one in _most_likely(logprobs, sampling.num_top_logprobs))
+    alternatives = tuple(of(token_id) for token_id in others)
+    return (of(token_id, alternatives) for token_id in token_ids)
+
+
+def _most_likely(logprobs: Tensor, num_candidates: int) -> tuple[Candidate, ...]:
+    """The most likely tokens of `[vocab_size]`, best first; of equal ones the lowest ids first."""
+    num_candidates = min(num_candidates, len(logprobs))
     smallest_kept = logprobs.topk(num_candidates).values[-1]
     kept = (logprobs >= smallest_kept).nonzero()[:, 0]  # in order of ids; more than asked for where some are equal
     order = logprobs[kept].argsort(descending=True, stable=True)[:num_candidates]
@@ -86,26 +106,18 @@ def gumbel_noise(seed: int, choice: int, position: int, vocab_size: int) -> Floa
     return noise
 
 
-def _banned_token_ids(request: SampleRequest, vocab_size: int) -> list[int]:
-    """Ending tokens that may not come yet."""
-    if request.num_output_tokens >= request.sampling.min_tokens:
-        return []
-    return [token_id for token_id in request.sampling.ending_token_ids if 0 <= token_id < vocab_size]
-
-
-def _sample_row(row: Floats, banned: list[int], request: SampleRequest, choice: int) -> int:
-    """`row` is a copy of our own, `[vocab_size]`."""
+def _sample_row(row: Floats, request: SampleRequest, choice: int) -> int:
+    """`row` is a copy of our own, `[vocab_size]`, rules applied."""
     sampling = request.sampling
-    row[banned] = DROPPED
     if sampling.is_greedy:
         return int(row.argmax())
     row = (row - row.max()) / sampling.temperature  # the largest is 0
+    if sampling.min_p > 0.0:
+        row[row < math.log(sampling.min_p)] = BANNED
     if 0 < sampling.top_k < len(row):
         _keep_top_k(row, sampling.top_k)
     if sampling.top_p < 1.0:
         _keep_top_p(row, sampling.top_p)
-    if sampling.min_p > 0.0:
-        row[row < math.log(sampling.min_p)] = DROPPED
     return int((row + gumbel_noise(sampling.seed, choice, request.position, len(row))).argmax())
 
 
@@ -114,8 +126,8 @@ def _keep_top_k(row: Floats, top_k: int) -> None:
     smallest_kept = np.partition(row, len(row) - top_k)[len(row) - top_k]
     border = np.flatnonzero(row == smallest_kept)
     num_above = int((row > smallest_kept).sum())
-    row[row < smallest_kept] = DROPPED
-    row[border[top_k - num_above :]] = DROPPED
+    row[row < smallest_kept] = BANNED
+    row[border[top_k - num_above :]] = BANNED
 
 
 def _keep_top_p(row: Floats, top_p: float) -> None:
@@ -129,5 +141,5 @@ def _keep_top_p(row: Floats, top_p: float) -> None:
     kept = ordered[before < top_p]
     kept = kept if len(kept) else ordered[:1]
     values = row[kept]
-    row[:] = DROPPED
+    row[:] = BANNED
     row[kept] = values

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from engine.forward_batch import Candidate, OnKvWritten, Sampled, SampledToken, SampleRequest, SequenceSlice
 from kvferry.errors import FailedPrecondition
 from kvferry.kv_layout import KvLayout
-from kvferry.sampling import SamplingParams
+from kvferry.sampling import SamplingParams, TokenLogprob
 
 SCRIPT_FILE = "kvferry_scripted.json"
 SLOT_BYTES = 8
@@ -250,7 +250,14 @@ class ScriptedRunner:
             token_id = self.config.table.get(part.token_ids[-1], part.token_ids[-1])
         else:
             token_id = token_of_slots(slots, self.config, request.sampling, choice, request.num_output_tokens)
-        return SampledToken(token_id, scripted_logprob(token_id) if request.sampling.logprobs else None)
+        return SampledToken(token_id, self._logprob(token_id, request.sampling) if request.sampling.logprobs else None)
+
+    def _logprob(self, token_id: int, sampling: SamplingParams) -> TokenLogprob:
+        """With the ids above it in the place of the most likely ones."""
+        vocab_size = self.config.vocab_size
+        top = tuple((token_id + place) % vocab_size for place in range(sampling.num_top_logprobs))
+        others = (TokenLogprob(other, scripted_logprob(other), 1) for other in top or sampling.logprob_token_ids)
+        return TokenLogprob(token_id, scripted_logprob(token_id), 1, tuple(others))
 
     def _slot(self, block_table: Sequence[int], position: int) -> memoryview:
         block, offset = divmod(position, self.layout.block_size)

@@ -14,7 +14,7 @@ a router that dies is a pause in the response and nothing else (`client_resume.p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -64,6 +64,12 @@ class GenerateOptions:
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] = ()
     n: int | None = None
     best_of: int | None = None
     beam_width: int | None = None
@@ -74,6 +80,9 @@ class GenerateOptions:
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     time_limit_s: float | None = None
+    logprobs: int | None = None
+    logprob_token_ids: Sequence[int] = ()
+    skip_special_tokens: bool | None = None
     tier: str = ""
     tenant: str = ""
     adapter: str = ""
@@ -90,9 +99,15 @@ class GenerateOptions:
         _set_prompt(request, self.prompt)
         for name in _SAMPLING_FIELDS:
             _set(request.sampling, f"sampling.{name}", getattr(self, name))
+        _update(request.sampling.logit_bias, "sampling.logit_bias", self.logit_bias)
+        _extend(request.sampling.allowed_token_ids, "sampling.allowed_token_ids", self.allowed_token_ids)
+        _extend(request.sampling.bad_words, "sampling.bad_words", self.bad_words)
         _set_beam_search(request, self)
         for name in _STOPPING_FIELDS:
             _set(request.stopping, f"stopping.{name}", getattr(self, name))
+        for name in _RESPONSE_FIELDS:
+            _set(request.response, f"response.{name}", getattr(self, name))
+        _extend(request.response.logprob_token_ids, "response.logprob_token_ids", self.logprob_token_ids)
         for name in _CACHE_FIELDS:
             _set(request.cache, f"cache.{name}", getattr(self, name) or None)
         _extend(request.stopping.stop, "stopping.stop", self.stop)
@@ -101,8 +116,20 @@ class GenerateOptions:
 
 
 _LABEL_FIELDS = ("model", "tier", "tenant", "adapter", "request_id")
-_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed", "n", "best_of")
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "n",
+    "best_of",
+)
 _STOPPING_FIELDS = ("max_tokens", "min_tokens", "include_stop_str_in_output", "ignore_eos", "time_limit_s")
+_RESPONSE_FIELDS = ("logprobs", "skip_special_tokens")
 _CACHE_FIELDS = ("bypass_prefix_cache", "cache_salt", "shared_salt")
 
 
@@ -175,12 +202,20 @@ def _extend(target: Any, path: str, values: Iterable[object]) -> None:
         raise InvalidArgument(path, f"holds a value it cannot: {error}") from error
 
 
+def _update(target: Any, path: str, values: Mapping[int, float]) -> None:
+    try:
+        target.update(values)
+    except (ValueError, TypeError, UnicodeError) as error:
+        raise InvalidArgument(path, f"holds a value it cannot: {error}") from error
+
+
 @dataclass(slots=True)
 class Choice:
-    """One output, complete once `finish` is set."""
+    """One output, complete once `finish` is set; `logprobs` has one entry a token where they were asked for."""
 
     index: int
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[types_pb2.TokenLogprob] = field(default_factory=list)
     text: str = ""
     finish: Finish | None = None
     cumulative_logprob: float | None = None
@@ -223,6 +258,7 @@ class Completion:
         if delta.token_ids and delta.token_index != len(choice.token_ids):
             raise DataLoss(f"choice {delta.index}: token {delta.token_index} came after {len(choice.token_ids)} tokens")
         choice.token_ids.extend(delta.token_ids)
+        choice.logprobs.extend(delta.logprobs)
         choice.text += delta.text
 
     def _check_count(self, choice: Choice, num_output_tokens: int) -> None:

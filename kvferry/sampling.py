@@ -15,6 +15,51 @@ GREEDY_BELOW_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
+class LogitRules:
+    """What a request does to the logits before anything else; the defaults do nothing.
+
+    Attributes:
+        presence_penalty: taken from the logit of every token that the output has.
+        frequency_penalty: taken from it once an occurrence.
+        repetition_penalty: divides the logit of every token that prompt or output have, if above 0, else multiplies it.
+        bias: what is added to the logits of some ids.
+        allowed_token_ids: the only ids that may come; all where it is empty.
+        bad_words: sequences of ids that the output may not have.
+    """
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All ids that are named."""
+        biased = (token_id for token_id, _ in self.bias)
+        return (*biased, *self.allowed_token_ids, *(token_id for word in self.bad_words for token_id in word))
+
+
+NO_RULES = LogitRules()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural logarithm of a token's probability under the model, before rules, temperature and filters.
+
+    Attributes:
+        rank: tokens at least as likely, itself included; 0 where it was not counted.
+        alternatives: the most likely tokens in order, or those that were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int = 0
+    alternatives: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Effective sampling parameters and token-level stop rules of one choice.
 
@@ -30,6 +75,9 @@ class SamplingParams:
         eos_token_ids: the model's end-of-sequence ids.
         stop_token_ids: the caller's own stop ids.
         logprobs: report the log-probability of every sampled token.
+        num_top_logprobs: with `logprobs`, report those of so many most likely tokens, too.
+        logprob_token_ids: with `logprobs`, report those of these tokens, too, instead of the most likely ones'.
+        rules: penalties, bias and bans.
     """
 
     max_tokens: int
@@ -43,6 +91,9 @@ class SamplingParams:
     eos_token_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     logprobs: bool = False
+    num_top_logprobs: int = 0
+    logprob_token_ids: tuple[int, ...] = ()
+    rules: LogitRules = NO_RULES
 
     @property
     def is_greedy(self) -> bool:

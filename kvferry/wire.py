@@ -14,7 +14,7 @@ from kvferry.block_changes import BlockChanges, NumberedChanges
 from kvferry.block_hash import HASH_BYTES
 from kvferry.errors import InvalidArgument
 from kvferry.kv_layout import DTYPE_BYTES, KvLayout
-from kvferry.sampling import BeamParams, Finish, FinishKind, SamplingParams
+from kvferry.sampling import NO_RULES, BeamParams, Finish, FinishKind, LogitRules, SamplingParams, TokenLogprob
 from kvferry.spec import AttemptId, SequenceSpec
 from kvferry.stats import EngineStats, MemorySnapshot, ShipCounters, TenantMemory
 from proto.kvferry.v1 import cache_pb2, types_pb2, worker_pb2
@@ -106,11 +106,42 @@ def sampling_to_pb(sampling: SamplingParams) -> worker_pb2.EffectiveSampling:
         eos_token_ids=sampling.eos_token_ids,
         stop_token_ids=sampling.stop_token_ids,
         logprobs=sampling.logprobs,
+        num_top_logprobs=sampling.num_top_logprobs,
+        logprob_token_ids=sampling.logprob_token_ids,
+        rules=None if sampling.rules == NO_RULES else _rules_to_pb(sampling.rules),
+    )
+
+
+def _rules_to_pb(rules: LogitRules) -> worker_pb2.LogitRules:
+    return worker_pb2.LogitRules(
+        presence_penalty=rules.presence_penalty,
+        frequency_penalty=rules.frequency_penalty,
+        repetition_penalty=rules.repetition_penalty,
+        bias=dict(rules.bias),
+        allowed_token_ids=rules.allowed_token_ids,
+        bad_words=[types_pb2.TokenIds(ids=ids) for ids in rules.bad_words],
+    )
+
+
+def _rules_from_pb(message: worker_pb2.LogitRules) -> LogitRules:
+    """Raises InvalidArgument for rules that no sampler could apply."""
+    numbers = (message.presence_penalty, message.frequency_penalty, message.repetition_penalty, *message.bias.values())
+    if not all(map(math.isfinite, numbers)) or message.repetition_penalty <= 0:
+        raise InvalidArgument("sampling.rules", "a penalty or bias is not finite, or repetition_penalty not above 0")
+    if not all(word.ids for word in message.bad_words):
+        raise InvalidArgument("sampling.rules.bad_words", "a word has no tokens")
+    return LogitRules(
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty,
+        bias=tuple(sorted(message.bias.items())),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_words=tuple(tuple(word.ids) for word in message.bad_words),
     )
 
 
 def sampling_from_pb(message: worker_pb2.EffectiveSampling) -> SamplingParams:
-    """Raises InvalidArgument when max_tokens is 0."""
+    """Raises InvalidArgument when max_tokens is 0, or for rules that no sampler could apply."""
     if message.max_tokens < 1:
         raise InvalidArgument("sampling.max_tokens", "must be at least 1")
     return SamplingParams(
@@ -125,7 +156,24 @@ def sampling_from_pb(message: worker_pb2.EffectiveSampling) -> SamplingParams:
         eos_token_ids=tuple(message.eos_token_ids),
         stop_token_ids=tuple(message.stop_token_ids),
         logprobs=message.logprobs,
+        num_top_logprobs=message.num_top_logprobs,
+        logprob_token_ids=tuple(message.logprob_token_ids),
+        rules=_rules_from_pb(message.rules) if message.HasField("rules") else NO_RULES,
     )
+
+
+def logprob_to_pb(one: TokenLogprob) -> types_pb2.TokenLogprob:
+    """Message of a token's log-probability and of its alternatives'."""
+    top = [logprob_to_pb(other) for other in one.alternatives]
+    return types_pb2.TokenLogprob(token_id=one.token_id, logprob=one.logprob, rank=one.rank, top=top)
+
+
+def logprob_from_pb(message: types_pb2.TokenLogprob) -> TokenLogprob:
+    """Alternatives have none of their own; raises InvalidArgument for what is no logarithm of a probability."""
+    if not (math.isfinite(message.logprob) and message.logprob <= 0.0):
+        raise InvalidArgument("logprob", f"{message.logprob} is no logarithm of a probability")
+    top = tuple(TokenLogprob(other.token_id, other.logprob, other.rank) for other in message.top)
+    return TokenLogprob(message.token_id, message.logprob, message.rank, top)
 
 
 def beam_to_pb(beam: BeamParams) -> worker_pb2.BeamSpec:

@@ -30,7 +30,7 @@ from kvferry.spec import AttemptId, SequenceSpec
 from kvferry.stats import ShipCounters
 from kvferry.tasks import run_until_first
 from kvferry.telemetry import Attributes, SpanNames, Telemetry, context_of
-from kvferry.wire import finish_to_pb, spec_from_pb
+from kvferry.wire import finish_to_pb, logprob_to_pb, spec_from_pb
 from kvferry.worker import check_progress_timeout
 from kvtransfer.budget import ShipRank
 from kvtransfer.faults import CommittedFault, log_fault
@@ -343,7 +343,7 @@ def _first_token_response(report: ReportFirstToken) -> worker_pb2.PrefillRespons
         queue_s=report.queue_ns / 1e9,
         prefill_s=report.prefill_ns / 1e9,
         choice=report.choice,
-        logprob=report.logprob,
+        logprob=None if report.logprob is None else logprob_to_pb(report.logprob),
     )
     return worker_pb2.PrefillResponse(first_token=message)
 

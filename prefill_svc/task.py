@@ -25,7 +25,7 @@ from engine.outputs import (
     TokenSampled,
 )
 from kvferry.errors import Cancelled, DataLoss, Internal, KvferryError, TargetUnavailable
-from kvferry.sampling import Finish
+from kvferry.sampling import Finish, TokenLogprob
 from kvtransfer.sender import ShipSummary
 
 _OWN_ERRORS = (DataLoss, Internal, Cancelled)
@@ -76,7 +76,7 @@ class ReportFirstToken:
     queue_ns: int
     prefill_ns: int
     choice: int = 0
-    logprob: float | None = None
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True)

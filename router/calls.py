@@ -16,8 +16,9 @@ from opentelemetry.context import Context
 
 from kvferry.errors import Cancelled, Internal, KvferryError, TargetUnavailable, Unavailable
 from kvferry.rpc import HeartbeatWriter, read_with_progress_deadline
+from kvferry.sampling import TokenLogprob
 from kvferry.telemetry import log_event
-from kvferry.wire import finish_from_pb
+from kvferry.wire import finish_from_pb, logprob_from_pb
 from proto.kvferry.v1 import worker_pb2, worker_pb2_grpc
 from router.breaker import Verdict, verdict_on
 from router.events import (
@@ -125,7 +126,7 @@ class WorkerCall(ABC):
         elif verdict is Verdict.FAULT:
             _count_fault(self._worker, failure)
 
-    def _wanted_logprobs(self, logprobs: tuple[float, ...], num_tokens: int) -> tuple[float, ...]:
+    def _wanted_logprobs(self, logprobs: tuple[TokenLogprob, ...], num_tokens: int) -> tuple[TokenLogprob, ...]:
         """One a token, or none where they were not asked for; raises Internal where some are missing."""
         if not self._context.wants_logprobs:
             return ()
@@ -194,7 +195,7 @@ class PrefillCall(WorkerCall):
         return False
 
     def _take_first_token(self, first: worker_pb2.FirstToken) -> None:
-        logprobs = self._wanted_logprobs((first.logprob,) if first.HasField("logprob") else (), 1)
+        logprobs = self._wanted_logprobs((logprob_from_pb(first.logprob),) if first.HasField("logprob") else (), 1)
         self._context.post(
             FirstToken(
                 self._context.attempt,
@@ -281,7 +282,7 @@ class DecodeCall(WorkerCall):
 
     def _take_tokens(self, tokens: worker_pb2.DecodeTokens) -> bool:
         token_ids = tuple(tokens.token_ids)
-        logprobs = self._wanted_logprobs(tuple(tokens.logprobs), len(token_ids))
+        logprobs = self._wanted_logprobs(tuple(map(logprob_from_pb, tokens.logprobs)), len(token_ids))
         finish = finish_from_pb(tokens.finish) if tokens.HasField("finish") else None
         attempt = self._context.attempt
         self._context.post(Tokens(attempt, tokens.token_index, token_ids, finish, tokens.choice, logprobs))

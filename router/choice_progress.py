@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvferry.sampling import Finish
+from kvferry.sampling import Finish, TokenLogprob
 from router.events import Emit
 
 
@@ -33,7 +33,7 @@ class ChoiceProgress:
     def begin_attempt(self) -> None:
         """Forgets what an earlier attempt reported and the client has not got."""
         self._base_index = len(self._output)  # index of the attempt's first token
-        self._early: dict[int, tuple[int, float | None]] = {}  # tokens and log-probabilities by index
+        self._early: dict[int, tuple[int, TokenLogprob | None]] = {}  # tokens and log-probabilities by index
         self._finish: Finish | None = None  # reported, perhaps while tokens before it are missing
         self._finish_length = 0  # output tokens there are at that finish
 
@@ -66,7 +66,11 @@ class ChoiceProgress:
         return bool(self._early) or (self._finish is not None and self.reached_finish is None)
 
     def accept(
-        self, token_index: int, token_ids: tuple[int, ...], finish: Finish | None, logprobs: tuple[float, ...] = ()
+        self,
+        token_index: int,
+        token_ids: tuple[int, ...],
+        finish: Finish | None,
+        logprobs: tuple[TokenLogprob, ...] = (),
     ) -> list[Emit]:
         """Takes tokens in any order; gives those that are in order now. Doubled ones are dropped, early ones kept."""
         for place, token_id in enumerate(token_ids):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvferry.errors import KvferryError
-from kvferry.sampling import Finish
+from kvferry.sampling import Finish, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class FirstToken:
     token_id: int
     finish: Finish | None = None
     choice: int = 0
-    logprob: float | None = None
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Tokens:
     token_ids: tuple[int, ...]
     finish: Finish | None = None
     choice: int = 0
-    logprobs: tuple[float, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ class Emit:
     token_index: int
     token_ids: tuple[int, ...]
     choice: int = 0
-    logprobs: tuple[float, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from kvferry.errors import (
     WorkerDraining,
 )
 from kvferry.moves import is_worth_moving
-from kvferry.sampling import Finish, FinishKind
+from kvferry.sampling import Finish, FinishKind, TokenLogprob
 from router.choice_progress import ChoiceProgress
 from router.events import (
     Abort,
@@ -334,7 +334,7 @@ class RequestLifecycle:
         token_index: int,
         token_ids: tuple[int, ...],
         finish: Finish | None,
-        logprobs: tuple[float, ...],
+        logprobs: tuple[TokenLogprob, ...],
     ) -> list[Action]:
         """Emit what is in order now; keep what is early; end when the finish is reached."""
         progress = self._progress.get(choice)

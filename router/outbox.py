@@ -107,11 +107,13 @@ def _heartbeat() -> pb.GenerateResponse:
 
 
 def _has_room(delta: pb.ChoiceDelta) -> bool:
-    return len(delta.token_ids) < MAX_MERGED_TOKENS and len(delta.text) < MAX_MERGED_CHARS
+    num_tokens = max(len(delta.token_ids), len(delta.logprobs))
+    return num_tokens < MAX_MERGED_TOKENS and len(delta.text) < MAX_MERGED_CHARS
 
 
 def _merge(first: pb.ChoiceDelta, second: pb.ChoiceDelta) -> None:
-    if not first.token_ids:
+    if not (first.token_ids or first.logprobs):
         first.token_index, first.position = second.token_index, second.position
     first.token_ids.extend(second.token_ids)
+    first.logprobs.extend(second.logprobs)
     first.text += second.text

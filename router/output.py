@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvferry.errors import InvalidArgument
-from kvferry.sampling import Finish, SamplingParams
-from kvferry.wire import finish_to_pb
+from kvferry.sampling import Finish, SamplingParams, TokenLogprob
+from kvferry.wire import finish_to_pb, logprob_to_pb
 from proto.kvferry.v1 import inference_pb2 as pb
 from router.resume import ReceivedChoice
 from router.text.output_text import ChoiceText
@@ -108,13 +108,14 @@ class ChoiceOutput:
             return self.stop
         return self._ending.finish_after(token_ids[-1], len(token_ids))
 
-    def push(self, token_ids: tuple[int, ...], logprobs: tuple[float, ...] = ()) -> None:
+    def push(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...] = ()) -> None:
         """The next tokens, in order."""
         token_index = self.num_tokens
         delta = self._text.push(token_ids)
         self.stop = self.stop or delta.stop
-        self.cumulative_logprob += sum(logprobs[: len(delta.token_ids)])
-        self._put_delta(token_index, delta.token_ids, delta.text)
+        logprobs = logprobs[: len(delta.token_ids)]
+        self.cumulative_logprob += sum(one.logprob for one in logprobs)
+        self._put_delta(token_index, delta.token_ids, delta.text, logprobs)
 
     def finish(self, finish: Finish, *, cumulative_logprob: float | None = None) -> None:
         """Ends the choice: held text goes out, then its finish, with the log-probability if that is to be told."""
@@ -130,15 +131,19 @@ class ChoiceOutput:
         )
         self._put(pb.GenerateResponse(finish=message))
 
-    def _put_delta(self, token_index: int, token_ids: tuple[int, ...], text: str) -> None:
+    def _put_delta(
+        self, token_index: int, token_ids: tuple[int, ...], text: str, logprobs: tuple[TokenLogprob, ...] = ()
+    ) -> None:
         ids = token_ids if self._request.token_ids else ()
         shown = text if self._request.text else ""
-        if ids or shown:
+        told = logprobs if self._request.wants_logprobs else ()
+        if ids or shown or told:
             delta = pb.ChoiceDelta(
                 index=self._index,
                 token_index=token_index,
                 position=self._num_prompt_tokens + token_index,
                 token_ids=ids,
                 text=shown,
+                logprobs=map(logprob_to_pb, told),
             )
             self._put(pb.GenerateResponse(delta=delta))

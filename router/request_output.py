@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from kvferry.sampling import Finish, SamplingParams
+from kvferry.sampling import Finish, SamplingParams, TokenLogprob
 from proto.kvferry.v1 import inference_pb2 as pb
 from router.ledger import RequestLedger
 from router.outbox import Outbox
@@ -86,7 +86,7 @@ class RequestOutput:
     def _received_ids(self, choice: int) -> tuple[int, ...]:
         return self._received[choice].token_ids if choice in self._received else ()
 
-    def push(self, choice: int, token_ids: tuple[int, ...], logprobs: tuple[float, ...] = ()) -> None:
+    def push(self, choice: int, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...] = ()) -> None:
         """The choice's next tokens, in order."""
         output = self._choices[choice]
         num_overshoot_tokens = output.num_overshoot_tokens

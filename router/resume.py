@@ -152,7 +152,7 @@ class Received:
         if message.HasField("delta"):
             self._leave_out_tokens(message.delta)
             self._leave_out_text(message.delta)
-            if not (message.delta.token_ids or message.delta.text):
+            if not (message.delta.token_ids or message.delta.text or message.delta.logprobs):
                 return
         self._put(message)
 

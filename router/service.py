@@ -185,7 +185,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         check_prompt(request.resume, token_ids)
         max_tokens = fit(request, len(token_ids), limits)
         span.set_attribute(Attributes.REQUEST_MAX_TOKENS, max_tokens)
-        sampling = request.sampling_params(max_tokens, model.tokenizer.eos_token_ids)
+        bad_words = [ids for word in request.bad_words for ids in model.tokenizer.bad_word_token_ids(word)]
+        sampling = request.sampling_params(max_tokens, model.tokenizer.eos_token_ids, bad_words)
         return PreparedRequest(server_id, request, tuple(token_ids), sampling, deadline_s)
 
     async def _serve(

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from kvferry.errors import InvalidArgument, NotFound, PermissionDenied, ResourceExhausted, UnsupportedField
 from kvferry.kv_layout import KvLayout, num_beam_blocks
-from kvferry.sampling import GREEDY_BELOW_TEMPERATURE, BeamParams, SamplingParams
+from kvferry.sampling import GREEDY_BELOW_TEMPERATURE, BeamParams, LogitRules, SamplingParams
 from kvferry.worker import check_progress_timeout
 from proto.kvferry.v1 import inference_pb2 as pb
+from router.logit_rules import check_ids, checked_bad_words, logit_rules
 from router.resume import ReceivedResponse, resume_of
 from router.text.chat_template import FIELD as CHAT_FIELD
 from router.text.chat_template import ChatMessage
@@ -29,6 +30,9 @@ MAX_REQUEST_ID_CHARS = 256
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
+MAX_LOGPROBS = 20
+"""Alternatives a token: each is a line of the response, and a search through the vocabulary."""
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_CACHE_SALT_BYTES = 256
 SEED_LIMIT = 1 << 64
 MAX_CHOICES = 64
@@ -115,12 +119,14 @@ class Request:
         label: the caller's own id; echoed, logged, never a key.
         max_tokens: most output tokens, None for what fits.
         seed: the caller's, or drawn.
+        rules: penalties, bias and allowed ids; `bad_words` join them once they are token ids.
         n: choices returned.
         best_of: candidates of which they are chosen, `n` where there is no choosing.
         beam: beam search instead of sampling; then `best_of` is `n`.
         time_limit_s: None for no limit.
         tenant: whose request it is, by its API key.
         text, token_ids, prompt_token_ids: what the response carries.
+        num_logprobs: most likely tokens told of beside each output token; None for no log-probabilities.
         resume: what the client has of the response already; None where it begins.
         heartbeat_interval_s: longest silence before a heartbeat; None for none.
         The rest as in the public request.
@@ -137,6 +143,8 @@ class Request:
     top_p: float
     min_p: float
     seed: int
+    rules: LogitRules
+    bad_words: tuple[str, ...]
     n: int
     best_of: int
     beam: BeamParams | None
@@ -151,6 +159,8 @@ class Request:
     token_ids: bool
     prompt_token_ids: bool
     skip_special_tokens: bool
+    num_logprobs: int | None
+    logprob_token_ids: tuple[int, ...]
     bypass_prefix_cache: bool
     cache_salt: str
     shared_salt: str
@@ -164,6 +174,11 @@ class Request:
         return self.best_of > self.n
 
     @property
+    def wants_logprobs(self) -> bool:
+        """Whether the client is told log-probabilities of the output."""
+        return self.num_logprobs is not None or bool(self.logprob_token_ids)
+
+    @property
     def comes_at_end(self) -> bool:
         """Whether all output comes once everything has ended, best first."""
         return self.ranks_candidates or self.beam is not None
@@ -173,8 +188,10 @@ class Request:
         """The operation's name in OpenTelemetry's conventions."""
         return "chat" if isinstance(self.prompt, ChatPrompt) else "text_completion"
 
-    def sampling_params(self, max_tokens: int, eos_token_ids: Sequence[int]) -> SamplingParams:
-        """The sampling parameters in force, for the workers."""
+    def sampling_params(
+        self, max_tokens: int, eos_token_ids: Sequence[int], bad_words: Sequence[tuple[int, ...]] = ()
+    ) -> SamplingParams:
+        """The sampling parameters in force, for the workers; `bad_words` as token ids."""
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=self.temperature,
@@ -186,7 +203,10 @@ class Request:
             ignore_eos=self.ignore_eos,
             eos_token_ids=tuple(eos_token_ids),
             stop_token_ids=self.stop_token_ids,
-            logprobs=self.ranks_candidates,
+            logprobs=self.ranks_candidates or self.wants_logprobs,
+            num_top_logprobs=self.num_logprobs or 0,
+            logprob_token_ids=self.logprob_token_ids,
+            rules=replace(self.rules, bad_words=tuple(bad_words)),
         )
 
 
@@ -199,9 +219,7 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
         NotFound: no such adapter.
         PermissionDenied: another tenant is named.
     """
-    _check_size(message, limits)
-    _refuse_unsupported(message)
-    _refuse_idle_beside_beams(message)
+    _refuse(message, limits)
     sampling, stopping, response = message.sampling, message.stopping, message.response
     n, temperature = _n(sampling), _temperature(sampling)
     beam = _beam(message.beam_search, n, limits) if message.HasField("beam_search") else None
@@ -218,6 +236,8 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
         top_p=_top_p(sampling),
         min_p=_min_p(sampling),
         seed=_seed(message, draw_seed),
+        rules=logit_rules(sampling, limits.vocab_size),
+        bad_words=checked_bad_words(sampling.bad_words),
         n=n,
         best_of=n if beam is not None else _best_of(sampling, n, temperature),
         beam=beam,
@@ -232,6 +252,8 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
         token_ids=_switch(response, "token_ids"),
         prompt_token_ids=response.prompt_token_ids,
         skip_special_tokens=_switch(response, "skip_special_tokens"),
+        num_logprobs=_num_logprobs(response),
+        logprob_token_ids=_logprob_token_ids(response, limits),
         bypass_prefix_cache=message.cache.bypass_prefix_cache,
         cache_salt=_salt("cache.cache_salt", message.cache.cache_salt),
         shared_salt=_salt("cache.shared_salt", message.cache.shared_salt),
@@ -331,17 +353,7 @@ def _check_quota(role: str, tenant: str, num_needed: int, what: str, num_blocks:
 
 UNSUPPORTED_FIELDS: Mapping[str, Callable[[pb.GenerateRequest], bool]] = MappingProxyType(
     {
-        "sampling.presence_penalty": lambda m: m.sampling.presence_penalty != 0,
-        "sampling.frequency_penalty": lambda m: m.sampling.frequency_penalty != 0,
-        "sampling.repetition_penalty": lambda m: (
-            m.sampling.HasField("repetition_penalty") and m.sampling.repetition_penalty != 1
-        ),
-        "sampling.logit_bias": lambda m: bool(m.sampling.logit_bias),
-        "sampling.allowed_token_ids": lambda m: bool(m.sampling.allowed_token_ids),
-        "sampling.bad_words": lambda m: bool(m.sampling.bad_words),
-        "response.logprobs": lambda m: m.response.HasField("logprobs"),
         "response.prompt_logprobs": lambda m: m.response.HasField("prompt_logprobs"),
-        "response.logprob_token_ids": lambda m: bool(m.response.logprob_token_ids),
         "response.echo": lambda m: m.response.echo,
         "json_schema": lambda m: m.HasField("json_schema"),
         "json_object": lambda m: m.HasField("json_object"),
@@ -353,6 +365,12 @@ UNSUPPORTED_FIELDS: Mapping[str, Callable[[pb.GenerateRequest], bool]] = Mapping
         "session_id": lambda m: bool(m.session_id),
     }
 )
+
+
+def _refuse(message: pb.GenerateRequest, limits: Limits) -> None:
+    _check_size(message, limits)
+    _refuse_unsupported(message)
+    _refuse_idle_beside_beams(message)
 
 
 def _refuse_unsupported(message: pb.GenerateRequest) -> None:
@@ -371,8 +389,18 @@ IDLE_BESIDE_BEAMS: Mapping[str, Callable[[pb.GenerateRequest], bool]] = MappingP
         "sampling.top_k": lambda m: m.sampling.top_k != 0,
         "sampling.min_p": lambda m: m.sampling.min_p != 0,
         "sampling.seed": lambda m: m.sampling.HasField("seed"),
+        "sampling.presence_penalty": lambda m: m.sampling.presence_penalty != 0,
+        "sampling.frequency_penalty": lambda m: m.sampling.frequency_penalty != 0,
+        "sampling.repetition_penalty": lambda m: (
+            m.sampling.HasField("repetition_penalty") and m.sampling.repetition_penalty != 1
+        ),
+        "sampling.logit_bias": lambda m: bool(m.sampling.logit_bias),
+        "sampling.allowed_token_ids": lambda m: bool(m.sampling.allowed_token_ids),
+        "sampling.bad_words": lambda m: bool(m.sampling.bad_words),
         "sampling.best_of": lambda m: m.sampling.HasField("best_of") and m.sampling.best_of != (m.sampling.n or 1),
         "stopping.stop": lambda m: bool(m.stopping.stop),
+        "response.logprobs": lambda m: m.response.HasField("logprobs"),
+        "response.logprob_token_ids": lambda m: bool(m.response.logprob_token_ids),
     }
 )
 
@@ -557,6 +585,24 @@ def _min_tokens(stopping: pb.StoppingOptions, limits: Limits) -> int:
     if stopping.min_tokens > limit:
         raise InvalidArgument("stopping.min_tokens", f"{stopping.min_tokens} is above max_tokens, {limit}")
     return stopping.min_tokens
+
+
+def _num_logprobs(response: pb.ResponseOptions) -> int | None:
+    if not response.HasField("logprobs"):
+        return None
+    if response.logprobs > MAX_LOGPROBS:
+        raise InvalidArgument("response.logprobs", f"{response.logprobs} is above the limit, {MAX_LOGPROBS}")
+    return response.logprobs
+
+
+def _logprob_token_ids(response: pb.ResponseOptions, limits: Limits) -> tuple[int, ...]:
+    field, token_ids = "response.logprob_token_ids", tuple(dict.fromkeys(response.logprob_token_ids))
+    if token_ids and response.logprobs:
+        raise InvalidArgument(field, "cannot be combined with response.logprobs above 0: both fill the alternatives")
+    if len(token_ids) > MAX_LOGPROB_TOKEN_IDS:
+        raise InvalidArgument(field, f"has {len(token_ids)} ids; at most {MAX_LOGPROB_TOKEN_IDS} are allowed")
+    check_ids(field, token_ids, limits.vocab_size)
+    return token_ids
 
 
 def _stop(stops: Sequence[str]) -> tuple[str, ...]:

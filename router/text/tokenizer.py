@@ -115,6 +115,17 @@ class TextTokenizer:
             num_chars, lambda: self.encode_chat(messages, add_generation_prompt=add_generation_prompt)
         )
 
+    def bad_word_token_ids(self, word: str) -> tuple[tuple[int, ...], ...]:
+        """The sequences of ids that a word is at the beginning of a text, and behind a space where that differs.
+
+        As in vLLM. Raises InvalidArgument for a word that cannot be encoded.
+        """
+        bare = word.lstrip()
+        plain = tuple(self._guarded("sampling.bad_words", lambda: self._encode_plainly(bare)))
+        spaced = tuple(self._guarded("sampling.bad_words", lambda: self._encode_plainly(f" {bare}")))
+        is_other_word = spaced != plain and len(spaced) == len(plain) and spaced[:1] != plain[:1]
+        return (plain, spaced) if is_other_word else (plain,)
+
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; ids outside the vocabulary add none."""
         return decode(self.token_bytes, token_ids, skip_special_tokens=skip_special_tokens)

@@ -82,7 +82,7 @@ class DecodeHost:
     ) -> None:
         self._check_open()
         admission, seq_id = self.worker.admission, self.seq_id
-        first = [SampledToken(*one) for one in zip_longest(first_token_ids, first_logprobs)]
+        first = [SampledToken.told(*one) for one in zip_longest(first_token_ids, first_logprobs)]
         num_full_blocks = self._num_tokens // self.worker.core.layout.block_size
         digests = {index: digest for index, digest in self._digests.items() if index < num_full_blocks}
 

@@ -19,7 +19,7 @@ from engine.outputs import Output, SequenceRestored
 from engine.scheduler import ScheduledChunk
 from engine.sequence import Sequence
 from kvferry.errors import KvferryError
-from kvferry.sampling import Finish
+from kvferry.sampling import Finish, TokenLogprob
 from kvtransfer import receiver
 from prefill_svc.task import PrefillTask
 from router.events import (
@@ -88,7 +88,7 @@ class IgnoresIndices(RequestLifecycle):
         token_index: int,
         token_ids: tuple[int, ...],
         finish: Finish | None,
-        logprobs: tuple[float, ...],
+        logprobs: tuple[TokenLogprob, ...],
     ) -> list[Action]:
         return super()._accept(choice, self._progress[choice].num_tokens, token_ids, finish, logprobs)
 

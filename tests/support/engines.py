@@ -152,7 +152,7 @@ def first_tokens(prompt: SequenceOf[int], sequence: Sequence) -> list[SampledTok
     if sequence.beam is not None:
         num = BeamSearch(sequence.beam, sequence.sampling, DEFAULT_SCRIPT_CONFIG.vocab_size).num_candidates
         found = candidates_of_slots(slots_of(prompt), DEFAULT_SCRIPT_CONFIG, num)
-        return [SampledToken(one.token_id, one.logprob) for one in found]
+        return [SampledToken.told(one.token_id, one.logprob) for one in found]
     choices = range(sequence.choice, sequence.choice + sequence.num_choices)
     index = sequence.num_output_tokens
     return [SampledToken(expected_tokens(prompt, sequence.sampling, choice)[index]) for choice in choices]

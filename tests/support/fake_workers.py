@@ -20,9 +20,9 @@ from kvferry.block_changes import BlockChanges
 from kvferry.errors import FailedPrecondition, KvferryError
 from kvferry.kv_layout import KvLayout
 from kvferry.rpc import RpcServer
-from kvferry.sampling import Finish
+from kvferry.sampling import Finish, TokenLogprob
 from kvferry.spec import SequenceSpec
-from kvferry.wire import block_changes_to_pb, finish_to_pb, layout_to_pb, spec_from_pb
+from kvferry.wire import block_changes_to_pb, finish_to_pb, layout_to_pb, logprob_to_pb, spec_from_pb
 from proto.kvferry.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
 if TYPE_CHECKING:
@@ -324,8 +324,17 @@ class FakeWorker(
             queue_s=0.25,
             prefill_s=0.125,
             choice=choice,
-            logprob=self.network.logprob(choice) if spec.sampling.logprobs else None,
+            logprob=self._logprob(spec, choice, self.network.token(choice, index)),
         )
+
+    def _logprob(self, spec: SequenceSpec, choice: int, token_id: int) -> types_pb2.TokenLogprob | None:
+        """With the ids above it as the most likely ones."""
+        logprob = self.network.logprob(choice)
+        if not spec.sampling.logprobs or logprob is None:
+            return None
+        others = range(token_id, token_id + spec.sampling.num_top_logprobs)
+        top = tuple(TokenLogprob(other, logprob, 1) for other in others or spec.sampling.logprob_token_ids)
+        return logprob_to_pb(TokenLogprob(token_id, logprob, 1, top))
 
     def _finish_at(self, spec: SequenceSpec, choice: int, index: int) -> Finish | None:
         return spec.sampling.finish_after(self.network.token(choice, index), index + 1)
@@ -401,8 +410,8 @@ class FakeWorker(
         tokens = worker_pb2.DecodeTokens(choice=choice, token_index=index)
         for _ in range(network.tokens_per_message):
             tokens.token_ids.append(network.token(choice, index))
-            logprob = network.logprob(choice)
-            if spec.sampling.logprobs and logprob is not None:
+            logprob = self._logprob(spec, choice, network.token(choice, index))
+            if logprob is not None:
                 tokens.logprobs.append(logprob)
             finish = self._finish_at(spec, choice, index)
             index += 1

@@ -315,8 +315,8 @@ def test_an_offer_for_a_prompt_that_is_computed_here_is_refused() -> None:
     [
         ([SampledToken(1024)], "commit.first_token_ids: 1024, the vocabulary has 1024 tokens"),
         ([SampledToken(4_000_000_000)], "4000000000, the vocabulary has"),
-        ([SampledToken(5, 1e30)], "commit.first_logprobs: 1e\\+30 is no logarithm"),
-        ([SampledToken(5, float("nan"))], "nan is no logarithm"),
+        ([SampledToken.told(5, 1e30)], "commit.first_logprobs: 1e\\+30 is no logarithm"),
+        ([SampledToken.told(5, float("nan"))], "nan is no logarithm"),
     ],
 )
 def test_a_commit_with_what_no_model_samples_is_refused(first: list[SampledToken], says: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.forward_batch import Sampled, SampleRequest
 from engine.sampler import gumbel_noise, sample_rows
-from kvferry.sampling import SamplingParams
+from kvferry.sampling import LogitRules, SamplingParams
 
 VOCAB = 50
 
@@ -198,7 +198,8 @@ def test_choices_of_one_prompt_draw_as_if_each_were_alone() -> None:
     assert [together.logprob, *(other.logprob for other in together.others)] == [one.logprob for one in alone]
     for one in alone:
         assert one.token_id is not None
-        assert one.logprob == pytest.approx(logits[0].log_softmax(0)[one.token_id].item())
+        assert one.logprob is not None and one.logprob.token_id == one.token_id
+        assert one.logprob.logprob == pytest.approx(logits[0].log_softmax(0)[one.token_id].item())
 
 
 def test_greedy_choices_are_equal_and_logprobs_come_only_when_asked_for() -> None:
@@ -222,3 +223,27 @@ def test_candidates_of_logits_that_are_not_finite_are_an_error() -> None:
     request = SampleRequest(SamplingParams(max_tokens=1), 3, 0, num_candidates=2)
     (found,) = sample_rows(torch.tensor([[float("nan"), 1.0]]), [request])
     assert found.error is not None and not found.candidates
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5, VOCAB + 3])
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.5, "seed": 3}])
+def test_logprobs_are_the_models_own_with_ranks_and_the_most_likely_ones(
+    num_top: int, sampling: dict[str, Any]
+) -> None:
+    logits = random_logits(4, seed=9)
+    rules = LogitRules(bias=((7, 100.0),), presence_penalty=2.0, allowed_token_ids=(3, 7, 9))
+    requests = [request(logprobs=True, num_top_logprobs=num_top, rules=rules, **sampling) for _ in range(4)]
+    for row, sampled in zip(logits, sample_rows(logits, requests), strict=True):
+        truth = row.double().log_softmax(0)
+        assert sampled.token_id == 7 and sampled.logprob is not None, "what the rules left is sampled"
+        for one in (sampled.logprob, *sampled.logprob.alternatives):
+            assert one.logprob == pytest.approx(truth[one.token_id].item(), abs=1e-5)
+            assert one.rank == int((truth >= truth[one.token_id]).sum())
+        top = [one.token_id for one in sampled.logprob.alternatives]
+        assert top == truth.argsort(descending=True, stable=True)[:num_top].tolist()
+
+
+def test_logprobs_of_chosen_ids_come_in_their_order() -> None:
+    (sampled,) = sample_rows(random_logits(1), [request(logprobs=True, logprob_token_ids=(8, 3, 49))])
+    assert sampled.logprob is not None
+    assert [one.token_id for one in sampled.logprob.alternatives] == [8, 3, 49]

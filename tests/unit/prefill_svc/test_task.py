@@ -12,7 +12,7 @@ from engine.outputs import (
     TokenSampled,
 )
 from kvferry.errors import Internal, Unavailable
-from kvferry.sampling import Finish, FinishKind
+from kvferry.sampling import Finish, FinishKind, TokenLogprob
 from kvtransfer.sender import ShipSummary
 from prefill_svc.task import (
     CancelShipment,
@@ -76,8 +76,8 @@ def test_the_first_tokens_of_all_choices_are_shipped_together() -> None:
     task.on_output(SequenceStarted("a", 0, at_ns=0))
     assert len(task.on_output(TokenSampled("a", 0, 7, None, at_ns=1, choice=0))) == 1
     assert len(task.on_output(TokenSampled("a", 0, 2, LENGTH, at_ns=1, choice=1))) == 1
-    report, ship = task.on_output(TokenSampled("a", 0, 9, None, at_ns=1, choice=2, logprob=-0.5))
-    assert isinstance(report, ReportFirstToken) and (report.choice, report.logprob) == (2, -0.5)
+    report, ship = task.on_output(TokenSampled("a", 0, 9, None, at_ns=1, choice=2, logprob=TokenLogprob(9, -0.5)))
+    assert isinstance(report, ReportFirstToken) and (report.choice, report.logprob) == (2, TokenLogprob(9, -0.5))
     assert ship == ShipFirstTokens((7, 2, 9))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,9 @@ def ids(text: str) -> list[int]:
 
 EOS = 2
 OUTPUTS = {0: [*ids("HELLO"), EOS], 1: [*ids("WORLDAGAIN"), EOS], 2: [*ids("YES"), EOS]}
+
+
+LONG = ids("HELLOWORLDAGAIN")
 
 
 def network_of_choices(**workers: int) -> FakeNetwork:
@@ -354,3 +358,38 @@ async def test_latencies_of_tokens_are_of_the_longest_choice_and_only_where_choi
             answer = await router.generate(withheld)
             assert 0 < answer.completed.timings.time_to_first_token_s <= answer.completed.timings.total_s
         assert router.sample(f"{name}_count", **served) == router.sample(f"{first}_count", **served) == 1
+
+
+# --- log-probabilities for the client ---
+
+
+@pytest.mark.parametrize("fields", [{}, {"token_ids": False}, {"text": False}, {"token_ids": False, "text": False}])
+async def test_log_probabilities_come_one_a_token(start_router: StartRouter, fields: dict[str, Any]) -> None:
+    """Whatever else the response carries; the first token's from prefill, the others' from decode."""
+    response = pb.ResponseOptions(logprobs=2, **fields)
+    async with FakeNetwork(LONG) as network, start_router(network) as router:
+        network.tokens_per_message = 3
+        answer = await router.generate(ask(max_tokens=8, response=response))
+        told = [one for message in answer.messages for one in message.delta.logprobs]
+        assert [one.token_id for one in told] == LONG[:8]
+        assert all(one.logprob == -1.0 and one.rank == 1 for one in told)
+        top = [[other.token_id for other in one.top] for one in told]
+        assert top == [[token, token + 1] for token in LONG[:8]]
+        assert not any(finish.HasField("cumulative_logprob") for finish in finishes(answer).values())
+
+
+async def test_log_probabilities_end_with_a_stop_string(start_router: StartRouter) -> None:
+    async with FakeNetwork(LONG) as network, start_router(network) as router:
+        network.tokens_per_message = 8
+        answer = await router.generate(ask(max_tokens=15, stop=("LL",), response=pb.ResponseOptions(logprobs=0)))
+        told = [one.token_id for message in answer.messages for one in message.delta.logprobs]
+        assert told == answer.token_ids == LONG[:4]
+
+
+async def test_log_probabilities_go_on_after_a_lost_worker(start_router: StartRouter) -> None:
+    async with FakeNetwork(LONG, num_decode=2) as network, start_router(network) as router:
+        network.fail(Point.TOKEN, Unavailable("died"), index=4)
+        answer = await router.generate(ask(max_tokens=8, response=pb.ResponseOptions(logprobs=1)))
+        told = [one.token_id for message in answer.messages for one in message.delta.logprobs]
+        assert told == answer.token_ids == LONG[:8]
+        assert answer.completed.timings.num_attempts == 2

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from kvferry.errors import Cancelled, FailedPrecondition, Internal, Unavailable
-from kvferry.sampling import Finish, FinishKind
+from kvferry.sampling import Finish, FinishKind, TokenLogprob
 from router.events import (
     Abort,
     BeamsFound,
@@ -40,6 +40,7 @@ from router.lifecycle import Phase, RequestLifecycle
 
 PROMPT = (7, 8, 9)
 LENGTH = Finish(FinishKind.LENGTH)
+HALF, ONE = TokenLogprob(50, -0.5), TokenLogprob(51, -1.0)
 EOS = Finish(FinishKind.END_OF_SEQUENCE, token_id=2)
 STOP = Finish(FinishKind.STOP_STRING, stop_string="x")
 GONE = Unavailable("the connection broke")
@@ -65,13 +66,13 @@ def at_decoding(num_choices: int = 2, max_tokens: int = 8) -> RequestLifecycle:
 def test_choices_share_a_pair_and_end_one_by_one() -> None:
     life = at_prefilling()
     assert life.choices == (0, 1)
-    assert life.handle(FirstToken(1, 0, 50, logprob=-0.5)) == [Emit(0, (50,), 0, (-0.5,))]
+    assert life.handle(FirstToken(1, 0, 50, logprob=HALF)) == [Emit(0, (50,), 0, (HALF,))]
     assert life.handle(FirstToken(1, 0, 60, choice=1)) == [Emit(0, (60,), 1)]
     assert life.handle(PrefillDone(1)) == []
     life.handle(Committed(1))
     assert life.handle(Tokens(1, 1, (61, 2), EOS, choice=1)) == [Emit(1, (61, 2), 1), Finished(EOS, 1)]
     assert not life.ended
-    assert life.handle(Tokens(1, 1, (51,), logprobs=(-1.0,))) == [Emit(1, (51,), 0, (-1.0,))]
+    assert life.handle(Tokens(1, 1, (51,), logprobs=(ONE,))) == [Emit(1, (51,), 0, (ONE,))]
     assert life.handle(Tokens(1, 2, (2,), EOS)) == [Emit(2, (2,)), Finished(EOS)]
     assert life.phase is Phase.DONE
 

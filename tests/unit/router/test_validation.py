@@ -191,10 +191,15 @@ BAD: list[tuple[dict[str, Any], type[KvferryError], str]] = [
             ("temperature", (-0.1, NAN, INF, -INF)),
             ("top_p", (0.0, 1.1, -1.0, NAN)),
             ("min_p", (-0.1, 1.1, NAN)),
+            ("presence_penalty", (-2.1, 2.1, NAN, INF)),
+            ("frequency_penalty", (-2.1, 2.1, NAN, -INF)),
+            ("repetition_penalty", (0.0, -1.0, NAN, INF)),
+            ("logit_bias", ({1: 100.5}, {1: NAN}, {1: -INF}, {100: 1.0})),
+            ("allowed_token_ids", ([1, 100],)),
+            ("bad_words", (["a", ""], ["  "], ["a" * 257], ["a"] * 257)),
         )
         for value in values
     ),
-    ({"text": "a", "sampling": {"presence_penalty": NAN}}, UnsupportedField, "presence_penalty"),
     ({"text": "a", "stopping": {"max_tokens": 0}}, InvalidArgument, "max_tokens: 0 .* 63"),
     ({"text": "a", "stopping": {"max_tokens": 64}}, InvalidArgument, "max_tokens: 64 .* 63"),
     ({"text": "a", "stopping": {"min_tokens": 9, "max_tokens": 8}}, InvalidArgument, "min_tokens: 9 .* 8"),
@@ -208,6 +213,11 @@ BAD: list[tuple[dict[str, Any], type[KvferryError], str]] = [
         ({"text": "a", "stopping": {"time_limit_s": value}}, InvalidArgument, "time_limit_s")
         for value in (0.0, -1.0, NAN, INF)
     ),
+    ({"text": "a", "response": {"logprobs": 21}}, InvalidArgument, "response.logprobs: 21 .* 20"),
+    ({"text": "a", "response": {"logprob_token_ids": [100]}}, InvalidArgument, "response.logprob_token_ids.* 100"),
+    ({"text": "a", "response": {"logprob_token_ids": range(129)}}, InvalidArgument, "response.logprob_token_ids"),
+    ({"text": "a", "response": {"logprobs": 1, "logprob_token_ids": [1]}}, InvalidArgument, "cannot be combined"),
+    ({"text": "a", "beam_search": {"width": 2}, "response": {"logprobs": 0}}, InvalidArgument, "cannot be combined"),
     ({"text": "a", "cache": {"cache_salt": "x" * 257}}, InvalidArgument, "cache_salt.*256"),
     ({"text": "a", "cache": {"shared_salt": "x" * 257}}, InvalidArgument, "shared_salt.*256"),
     ({"text": "a", "tenant": "other"}, PermissionDenied, "tenant"),
@@ -241,6 +251,9 @@ BAD: list[tuple[dict[str, Any], type[KvferryError], str]] = [
             ("sampling", {"top_k": 5}, "sampling.top_k: cannot be combined"),
             ("sampling", {"min_p": 0.5}, "sampling.min_p: cannot be combined"),
             ("sampling", {"seed": 5}, "sampling.seed: cannot be combined"),
+            ("sampling", {"presence_penalty": 1.0}, "sampling.presence_penalty: cannot be combined"),
+            ("sampling", {"logit_bias": {1: 1.0}}, "sampling.logit_bias: cannot be combined"),
+            ("sampling", {"bad_words": ["a"]}, "sampling.bad_words: cannot be combined"),
             ("stopping", {"stop": ["x"]}, "stopping.stop: cannot be combined"),
         )
     ),
