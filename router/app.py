@@ -29,7 +29,8 @@ from router.metrics import RouterMetrics
 from router.model_workers import ModelWorkers
 from router.models import Model, Models
 from router.selection import PairSelector
-from router.service import SERVICE_NAME, InferenceServicer, RouterParts
+from router.service import SERVICE_NAME, InferenceServicer
+from router.serving import RouterParts, Serving
 from router.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class RouterApp:
         http_url: URL of its HTTP server.
         membership: its workers.
         models: what it serves.
-        servicer: its public service.
+        serving: what clients ask for.
     """
 
     def __init__(self, config: Config, telemetry: Telemetry) -> None:
@@ -76,7 +77,7 @@ class RouterApp:
         self.membership = self._make_membership(tokenizers)
         metrics = RouterMetrics(telemetry.metrics, self.membership)
         self.models = self._make_models(tokenizers, metrics)
-        self.servicer = InferenceServicer(RouterParts(config, self.membership, self.models, metrics, telemetry))
+        self.serving = Serving(RouterParts(config, self.membership, self.models, metrics, telemetry))
         self._server = RpcServer(
             tracer=telemetry.tracer,
             max_message_bytes=config.router.max_request_bytes + MESSAGE_OVERHEAD_BYTES,
@@ -96,7 +97,7 @@ class RouterApp:
 
     def _add_servicers(self) -> None:
         config, server = self._config, self._server.grpc
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.servicer, server)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self.serving), server)
         cache = cache_service.CacheServicer(config, self.membership, self.models)
         cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, server)
         admin = admin_service.AdminServicer(Authenticator(config), self.membership)
@@ -161,7 +162,7 @@ class RouterApp:
     async def drain(self, grace_s: float, hurry: asyncio.Event | None = None) -> None:
         """Refuses new requests; running ones get `grace_s`, or until `hurry`, and end with a status after that."""
         self._is_draining = True
-        self.servicer.drain()
+        self.serving.drain()
         await self._end_health()  # else it might say SERVING again
         await self._server.drain(grace_s, hurry, RouterDraining("the router is shutting down"))
 
