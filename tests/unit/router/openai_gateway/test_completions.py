@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.sampling import BeamParams, Finish, FinishKind
+from kvferry.wire import finish_to_pb
+from proto.kvferry.v1 import worker_pb2
 from tests.support.fake_workers import FakeNetwork
 from tests.unit.router.openai_gateway.conftest import EOS, OUTPUT, StartGateway
 
@@ -187,6 +190,18 @@ async def test_service_tier_is_a_tier_of_ours(start_gateway: StartGateway) -> No
 
 async def test_beam_search_in_vllms_words(start_gateway: StartGateway) -> None:
     async with start_gateway() as gateway:
-        with pytest.raises(Exception, match=r"beam|stop"):
-            extra = {"use_beam_search": True, "length_penalty": 2.0, "early_stopping": True}
-            await gateway.openai.completions.create(model="tiny", prompt="AB", n=2, stop="A", extra_body=extra)
+        gateway.network.beams = [
+            worker_pb2.Beam(
+                token_ids=OUTPUT[start : start + 3],
+                score=-0.5,
+                cumulative_logprob=-1.5,
+                finish=finish_to_pb(Finish(FinishKind.LENGTH)),
+            )
+            for start in (0, 5)
+        ]
+        extra = {"use_beam_search": True, "length_penalty": 2.0, "early_stopping": True}
+        answer = await gateway.openai.completions.create(
+            model="tiny", prompt="AB", max_tokens=3, n=2, best_of=4, extra_body=extra
+        )
+        assert [choice.text for choice in answer.choices] == ["HEL", "WOR"]
+        assert gateway.network.calls[0].spec.beam == BeamParams(4, 2.0, True, 2)
