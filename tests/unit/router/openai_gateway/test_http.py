@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import httpx
@@ -28,7 +28,22 @@ from tests.unit.router.openai_gateway.conftest import OUTPUT, Gateway, StartGate
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "AB", "max_tokens": 2}
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 BODIES = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT}
-ODD_VALUES = ("text", "", math.nan, math.inf, -1, 1.5, 1e300, 1 << 70, True, [], {}, ["a", 1, None], [[]], {"a": [{}]})
+ODD_VALUES: tuple[object, ...] = (
+    "text",
+    "",
+    math.nan,
+    math.inf,
+    -1,
+    1.5,
+    1e300,
+    1 << 70,
+    True,
+    [],
+    {},
+    ["a", 1, None],
+    [[]],
+    {"a": [{}]},
+)
 
 
 @pytest.fixture
@@ -344,11 +359,12 @@ async def test_a_client_that_does_not_read_holds_up_no_worker(start_gateway: Sta
     async with start_gateway(network) as gateway:
         fields = {**COMPLETION, "max_tokens": num_tokens, "stream": True, "logprobs": 5}
         reader, writer = await _post(gateway, "/v1/completions", fields)
-        writer.transport.pause_reading()
+        transport = cast(asyncio.Transport, writer.transport)
+        transport.pause_reading()
         await gateway.network.reached(Point.TOKEN, 1)
         await network.all_ended(timeout_s=60.0)
         await until(lambda: gateway.router.app.serving.num_running == 0)
-        writer.transport.resume_reading()
+        transport.resume_reading()
         text = 0
         async with asyncio.timeout(60):
             while (line := await reader.readline()) != b"data: [DONE]\n":
