@@ -85,7 +85,7 @@ class Plane:
             outbox=self.outbox,
             ledger=RequestLedger(),
         )
-        self._output.restore()
+        self._output.begin()
 
     def make(self, token_ids: Sequence[int], seen: Seen, lengths: list[int] | None = None) -> None:
         """From where the output is; `lengths` takes the length of the text behind every token."""
