@@ -12,6 +12,7 @@ from engine.outputs import (
     BeamsFinished,
     ChunkComputed,
     Output,
+    PromptScored,
     SequenceCommitted,
     SequenceFailed,
     SequencePreempted,
@@ -20,7 +21,7 @@ from engine.outputs import (
 )
 from kvferry.spec import AttemptId
 from kvferry.telemetry import Attributes, SpanNames, Telemetry, mark_error
-from kvferry.wire import finish_to_pb, logprob_to_pb
+from kvferry.wire import finish_to_pb, logprob_to_pb, prompt_logprobs_to_pb
 from proto.kvferry.v1 import worker_pb2
 
 
@@ -77,6 +78,9 @@ class DecodeReporter:
                 case ChunkComputed():
                     self._prefilled_ns = output.end_ns
                     self._record_chunk(output)
+                case PromptScored():
+                    message = prompt_logprobs_to_pb(output.token_index, output.logprobs)
+                    yield worker_pb2.DecodeResponse(prompt_logprobs=message)
                 case SequencePreempted():
                     self._num_preemptions += 1
                 case BeamsFinished():

@@ -141,14 +141,14 @@ class BlockManager:
     def admit(self, unit: SequenceOf[Sequence], *, keep_watermark: bool) -> Room:
         """Gives every sequence of `unit` blocks for all its known tokens, or nothing to any and says why not.
 
-        Hits stop one token short of the end: the last known token must be computed to sample the next one. Further
-        beams of a gang share full blocks with the first, which computes them (`Sequence.prefix_leader`).
+        Hits stop short of what must be computed (`Sequence.num_hittable_tokens`). Further beams of a gang share full
+        blocks with the first, which computes them (`Sequence.prefix_leader`).
         """
         return self._unless_pins_yield(unit[0], lambda: self._admit(unit, keep_watermark=keep_watermark))
 
     def _admit(self, unit: SequenceOf[Sequence], *, keep_watermark: bool) -> Room:
         first = unit[0]
-        hits = self.match_prefix(first, first.num_tokens - 1)
+        hits = self.match_prefix(first, first.num_hittable_tokens)
         num_shared = [self._num_common_blocks(first, other) for other in unit[1:]]
         num_new = self.num_blocks_for(first.num_tokens) - len(hits)
         num_new += sum(self.num_blocks_for(other.num_tokens) for other in unit[1:]) - sum(num_shared)

@@ -24,7 +24,15 @@ from engine.attempts import Attempts, token_outputs
 from engine.beam import BeamSearch
 from engine.block_manager import BlockManager
 from engine.block_pool import BlockPool, BlockQuota, Room
-from engine.forward_batch import Candidate, OnKvWritten, Sampled, SampledToken, SampleRequest, SequenceSlice
+from engine.forward_batch import (
+    Candidate,
+    OnKvWritten,
+    Sampled,
+    SampledToken,
+    SampleRequest,
+    ScoreRequest,
+    SequenceSlice,
+)
 from engine.gang import Gang
 from engine.memory_ops import MemoryOp, SwapIn, SwapOut, perform
 from engine.outputs import (
@@ -32,6 +40,7 @@ from engine.outputs import (
     CandidatesFound,
     ChunkComputed,
     Output,
+    PromptScored,
     SequenceFailed,
     SequencePreempted,
     SequenceRestored,
@@ -45,6 +54,7 @@ from engine.swap_space import SwapSpace
 from kvferry.block_digest import block_digest
 from kvferry.block_hash import hash_root
 from kvferry.errors import FailedPrecondition, Internal, InvalidArgument, ResourceExhausted
+from kvferry.sampling import TokenLogprob
 from kvferry.stats import EngineStats, HitCounter, MemoryCounters
 from kvferry.step_log import NoStepLog, StepLog
 
@@ -399,6 +409,7 @@ class EngineCore:
             start=start,
             block_table=sequence.block_table,
             sample=sample,
+            score=_score_request(sequence, start, end),
         )
 
     def _search_of(self, sequence: Sequence) -> BeamSearch:
@@ -427,7 +438,9 @@ class EngineCore:
                 )
         if sequence.hold.is_parked and sequence.num_uncomputed_tokens == 0:
             return [*outputs, self._restored(sequence, end_ns)]  # its first tokens were told before
-        if result is None or sequence.gang is not None:
+        if result is not None and result.prompt_logprobs:
+            outputs.append(_scored(sequence, result.prompt_logprobs))
+        if result is None or sequence.gang is not None or sequence.num_uncomputed_tokens > 0:
             return outputs
         if sequence.beam is not None:
             return outputs + self._found(sequence, result.candidates, end_ns)
@@ -537,6 +550,23 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block is accounted for."""
         self.block_manager.check_integrity(self.sequences.values())
+
+
+def _score_request(sequence: Sequence, start: int, end: int) -> ScoreRequest | None:
+    """Which log-probabilities of the prompt's tokens a chunk of the tokens `start` … `end` - 1 brings."""
+    scoring = sequence.scoring
+    if scoring is None or scoring.first_index > end:
+        return None
+    assert start < scoring.first_index, "a token is computed before the one whose log-probability is wanted first"
+    token_ids = sequence.token_ids[scoring.first_index : min(end + 1, sequence.num_prompt_tokens)]
+    return ScoreRequest(scoring.first_index - 1 - start, token_ids, scoring.num_top_logprobs)
+
+
+def _scored(sequence: Sequence, logprobs: tuple[TokenLogprob, ...]) -> PromptScored:
+    assert sequence.scoring is not None
+    output = PromptScored(sequence.owner_id, sequence.scoring.first_index, logprobs)
+    sequence.told_scores(len(logprobs))
+    return output
 
 
 def _preempted(one: Preempted, at_ns: int) -> SequencePreempted:

@@ -1,13 +1,13 @@
 """What the scheduler asks a runner to compute in one step, and what comes back: plain values, no tensors.
 
 The step loop makes one `SequenceSlice` for each scheduled sequence, a runner (`engine/runner.py`) turns the list into
-tensors, runs the model over the paged KV cache and answers one `Sampled` for each slice that asked for a token.
+tensors, runs the model over the paged KV cache and answers one `Sampled` for each slice that asked for something.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvferry.sampling import SamplingParams, TokenLogprob
 
@@ -39,6 +39,21 @@ class SampleRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """Log-probabilities of known tokens, each given those before it.
+
+    Attributes:
+        first_row: token of the slice behind which the first of them stands.
+        token_ids: the tokens, one behind each token of the slice from `first_row` on; the last may be beyond the slice.
+        num_top_logprobs: those of so many most likely tokens in its place, too.
+    """
+
+    first_row: int
+    token_ids: Sequence[int]
+    num_top_logprobs: int
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceSlice:
     """One sequence's share of one step: a prefill chunk or a single decode token.
 
@@ -48,6 +63,7 @@ class SequenceSlice:
         start: absolute position of `token_ids[0]`, which is the number of tokens already in the sequence's blocks.
         block_table: block ids that cover `start + len(token_ids)` tokens.
         sample: None for a chunk that does not reach the end of the known tokens.
+        score: prompt tokens whose log-probabilities are wanted.
     """
 
     seq_id: str
@@ -55,6 +71,7 @@ class SequenceSlice:
     start: int
     block_table: Sequence[int]
     sample: SampleRequest | None
+    score: ScoreRequest | None = None
 
     @property
     def context_length(self) -> int:
@@ -88,11 +105,13 @@ class Sampled:
     """What a slice asked for, or why this one sequence could not get it (non-finite logits).
 
     Attributes:
-        token_id: the sampled token; of the first choice where there are several. None on an error and for candidates.
+        token_id: the sampled token; of the first choice where there are several. None on an error, for candidates, and
+            where only log-probabilities were asked for.
         error: for people.
         logprob: of `token_id`, where `sampling.logprobs` asks for it.
         others: tokens of the further choices, in order.
         candidates: most likely tokens, best first, lower ids first among equals.
+        prompt_logprobs: one for each token of `SequenceSlice.score`.
     """
 
     token_id: int | None
@@ -100,3 +119,10 @@ class Sampled:
     logprob: TokenLogprob | None = None
     others: tuple[SampledToken, ...] = ()
     candidates: tuple[Candidate, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+    def joined(self, sampled: Sampled | None) -> Sampled:
+        """These log-probabilities beside what was sampled from the same slice; an error of either is both's."""
+        if sampled is None or self.error is not None or sampled.error is not None:
+            return self if sampled is None or sampled.error is None else sampled
+        return replace(sampled, prompt_logprobs=self.prompt_logprobs)

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 
 from engine.beam import Hypothesis
 from engine.core import EngineCore
-from engine.outputs import BeamsFinished, CandidatesFound, Output, SequenceFailed, SequencePreempted, TokenSampled
+from engine.outputs import (
+    BeamsFinished,
+    CandidatesFound,
+    Output,
+    PromptScored,
+    SequenceFailed,
+    SequencePreempted,
+    TokenSampled,
+)
 from engine.sequence import Sequence
 from kvferry.errors import KvferryError
 from kvferry.sampling import Finish, TokenLogprob
@@ -20,6 +28,7 @@ from kvferry.sampling import Finish, TokenLogprob
 class LocalResult:
     """Output of one choice, or of a beam search."""
 
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
     finish: Finish | None = None
@@ -57,6 +66,10 @@ def _take(output: Output, results: dict[str, LocalResult]) -> None:
     choice = output.choice if isinstance(output, TokenSampled | SequencePreempted) else 0
     result = results.setdefault(choice_name(output.seq_id, choice), LocalResult())
     match output:
+        case PromptScored():
+            assert output.token_index == len(result.prompt_logprobs) + 1, "a log-probability was lost or doubled"
+            assert not result.token_ids, "the prompt's log-probabilities come first"
+            result.prompt_logprobs += output.logprobs
         case TokenSampled():
             assert output.token_index == len(result.token_ids), "a token was lost or doubled"
             result.token_ids.append(output.token_id)

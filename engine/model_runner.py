@@ -1,7 +1,7 @@
 """The runner for transformers models: one flattened forward over the paged KV cache, then sampling.
 
 A step goes: slices → `PagedBatch` (tensors) → model forward, whose attention writes and reads the pool → logits of the
-rows that sample → `sample_rows`.
+rows that sample or are scored → `sample_rows`, `score_rows`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from engine.forward_batch import OnKvWritten, Sampled, SequenceSlice
 from engine.kv_cache import PagedKvCache
 from engine.loader import load_model
 from engine.paged_attention import build_paged_batch
 from engine.runner import RunnerConfig
-from engine.sampler import sample_rows
+from engine.sampler import sample_rows, score_rows
 
 
 class ModelRunner:
@@ -34,15 +35,29 @@ class ModelRunner:
         self._cache = PagedKvCache(self.layout, self.num_blocks, config.device)
 
     def run(self, slices: list[SequenceSlice], on_kv_written: OnKvWritten | None = None) -> list[Sampled | None]:
-        """Compute one step: one entry a slice, None where the slice asked for no token."""
+        """Compute one step: one entry a slice, None where the slice asked for nothing."""
         if not slices:
             return []
         batch = build_paged_batch(slices, self.layout.block_size, self._cache.tensor, on_kv_written)
         sampling = [index for index, part in enumerate(slices) if part.sample is not None]
+        scoring = [index for index, part in enumerate(slices) if part.score is not None]
         rows = batch.cu_seqlens_q[1:][sampling] - 1  # the last row of each slice that samples
-        logits = self._loaded.logits(batch, rows)  # [len(sampling), vocab_size]
-        sampled = iter(sample_rows(logits, [part.sample for part in slices if part.sample is not None]))
-        return [None if part.sample is None else next(sampled) for part in slices]
+        if scoring:
+            scored = [_scored_rows(slices[index], int(batch.cu_seqlens_q[index])) for index in scoring]
+            rows = torch.cat([rows, *scored])
+        logits = self._loaded.logits(batch, rows)  # [len(rows), vocab_size]
+        sampled = sample_rows(logits[: len(sampling)], [part.sample for part in slices if part.sample is not None])
+        results: list[Sampled | None] = [None] * len(slices)
+        for index, one in zip(sampling, sampled, strict=True):
+            results[index] = one
+        first = len(sampling)
+        for index in scoring:
+            request = slices[index].score
+            assert request is not None
+            last = first + len(request.token_ids)
+            results[index] = score_rows(logits[first:last], request).joined(results[index])
+            first = last
+        return results
 
     def block_view(self, block_id: int) -> memoryview:
         return self._cache.block_view(block_id)
@@ -52,3 +67,10 @@ class ModelRunner:
 
     def populate(self) -> None:
         self._cache.populate()
+
+
+def _scored_rows(part: SequenceSlice, offset: int) -> Tensor:
+    """Rows of the step, of which the slice's begin at `offset`, whose logits say how likely the scored tokens are."""
+    assert part.score is not None
+    first = offset + part.score.first_row
+    return torch.arange(first, first + len(part.score.token_ids))

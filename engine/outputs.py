@@ -34,6 +34,15 @@ class ChunkComputed:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Log-probabilities of the prompt's tokens from place `token_index` on; over a sequence's life each comes once."""
+
+    seq_id: str
+    token_index: int
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TokenSampled:
     """Output token number `token_index` (from 0, those before a resume counted); `finish` when it ends the choice."""
 
@@ -113,6 +122,7 @@ class SequenceCommitted:
 Output = (
     SequenceStarted
     | ChunkComputed
+    | PromptScored
     | TokenSampled
     | CandidatesFound
     | BeamsFinished

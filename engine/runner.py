@@ -78,7 +78,7 @@ class Runner(Protocol):
         """Tokens the widest layer attends to, the present one counted; None where a layer attends to all."""
 
     def run(self, slices: list[SequenceSlice], on_kv_written: OnKvWritten | None = None) -> list[Sampled | None]:
-        """Compute one step: one entry a slice, None where the slice asked for no token.
+        """Compute one step: one entry a slice, None where the slice asked for nothing.
 
         `on_kv_written` may be left uncalled where the runner cannot know before the step's end.
         """

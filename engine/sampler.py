@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.forward_batch import Candidate, Sampled, SampledToken, SampleRequest
+from engine.forward_batch import Candidate, Sampled, SampledToken, SampleRequest, ScoreRequest
 from engine.logit_rules import BANNED, Floats, apply_rules, changes_logits
-from kvferry.sampling import SamplingParams, TokenLogprob
+from kvferry.sampling import TokenLogprob
 
 
 def sample_rows(logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sampled]:
@@ -64,21 +64,39 @@ def _with_logprobs(token_ids: list[int], row: Tensor, request: SampleRequest) ->
     """`row`: `[vocab_size]` logits, from which log-probabilities are taken where they are asked for."""
     logprobs: list[TokenLogprob | None] = [None] * len(token_ids)
     if request.sampling.logprobs:
-        logprobs = list(_token_logprobs(token_ids, row.log_softmax(dim=0), request.sampling))
+        sampling = request.sampling
+        told = _token_logprobs(
+            token_ids, row.log_softmax(dim=0), sampling.num_top_logprobs, others=sampling.logprob_token_ids
+        )
+        logprobs = list(told)
     others = map(SampledToken, token_ids[1:], logprobs[1:])
     return Sampled(token_ids[0], logprob=logprobs[0], others=tuple(others))
 
 
-def _token_logprobs(token_ids: list[int], logprobs: Tensor, sampling: SamplingParams) -> Iterator[TokenLogprob]:
-    """`logprobs`: `[vocab_size]`. Alternatives are the same for all tokens of a row."""
+def score_rows(logits: Tensor, request: ScoreRequest) -> Sampled:
+    """Log-probabilities of known tokens, one a row. `logits`: `[len(request.token_ids), vocab_size]` float32."""
+    assert len(logits) == len(request.token_ids)
+    if not torch.isfinite(logits).all():
+        return Sampled(None, "non-finite logits in the prompt")
+    told = [
+        one
+        for row, token_id in zip(logits, request.token_ids, strict=True)  # row by row: no second copy of all of them
+        for one in _token_logprobs([token_id], row.log_softmax(dim=0), request.num_top_logprobs)
+    ]
+    return Sampled(None, prompt_logprobs=tuple(told))
+
+
+def _token_logprobs(
+    token_ids: list[int], logprobs: Tensor, num_top: int, *, others: Sequence[int] = ()
+) -> Iterator[TokenLogprob]:
+    """`logprobs`: `[vocab_size]`. Alternatives (the most likely tokens, or `others`) are the same for all tokens."""
 
     def of(token_id: int, alternatives: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
         rank = int((logprobs >= logprobs[token_id]).sum())
         return TokenLogprob(token_id, float(logprobs[token_id]), rank, alternatives)
 
-    others = sampling.logprob_token_ids
-    if sampling.num_top_logprobs:
-        others = tuple(one.token_id for one in _most_likely(logprobs, sampling.num_top_logprobs))
+    if num_top:
+        others = [one.token_id for one in _most_likely(logprobs, num_top)]
     alternatives = tuple(of(token_id) for token_id in others)
     return (of(token_id, alternatives) for token_id in token_ids)
 

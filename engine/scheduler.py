@@ -21,6 +21,9 @@ from engine.sequence import Sequence, SequenceStatus
 from engine.waiting_queue import Admission, WaitingQueue
 from kvferry.stats import MemoryCounters
 
+MAX_SCORED_TOKENS = 256
+"""Tokens of a step whose logits are all needed, a row of the vocabulary each: 50 MB of float32 with 49,152 entries."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
@@ -54,6 +57,11 @@ class Schedule:
     @property
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def num_scored_tokens(self) -> int:
+        """Those of sequences that are still to tell log-probabilities of their prompts."""
+        return sum(chunk.num_tokens for chunk in self.chunks if chunk.sequence.scoring is not None)
 
 
 class Scheduler:
@@ -173,6 +181,8 @@ class Scheduler:
                 return
         budget = self.max_batched_tokens - schedule.num_tokens
         num_tokens = min(num_missing, budget, self.max_chunk_tokens)
+        if sequence.scoring is not None:
+            num_tokens = min(num_tokens, MAX_SCORED_TOKENS - schedule.num_scored_tokens)
         if num_tokens > 0:
             schedule.chunks.append(ScheduledChunk(sequence, num_tokens))
 
@@ -224,7 +234,7 @@ class Scheduler:
         if not self.has_seats_for(sequence):
             return self.refusal(sequence)
         was_swapped = sequence.swapped is not None
-        if not was_swapped and self.defers_to_prefix(sequence, sequence.num_tokens - 1):
+        if not was_swapped and self.defers_to_prefix(sequence, sequence.num_hittable_tokens):
             return Admission.NO_ROOM if sequence.num_preemptions else Admission.DEFERRED
         take = self.block_manager.swap_in if was_swapped else self.block_manager.admit
         room = take(unit, keep_watermark=bool(self.running))

@@ -211,7 +211,7 @@ class ScriptedRunner:
             self._compute(part)
         if on_kv_written is not None:
             on_kv_written()
-        return [None if part.sample is None else self._sample(part, part.sample) for part in slices]
+        return [self._answer(part) for part in slices]
 
     def block_view(self, block_id: int) -> memoryview:
         return self._blocks[block_id]
@@ -232,6 +232,15 @@ class ScriptedRunner:
             previous = next_slot(previous, token_id)
             self._slot(part.block_table, position)[:] = previous
 
+    def _answer(self, part: SequenceSlice) -> Sampled | None:
+        sampled = None if part.sample is None else self._sample(part, part.sample)
+        if part.score is None:
+            return sampled
+        assert 0 <= part.score.first_row < len(part.token_ids)
+        assert len(part.score.token_ids) <= len(part.token_ids) - part.score.first_row
+        told = [self._logprob(token_id, part.score.num_top_logprobs) for token_id in part.score.token_ids]
+        return Sampled(None, prompt_logprobs=tuple(told)).joined(sampled)
+
     def _sample(self, part: SequenceSlice, request: SampleRequest) -> Sampled:
         assert request.position == part.context_length
         if request.num_output_tokens in self.config.nan_at_output_index:
@@ -250,13 +259,15 @@ class ScriptedRunner:
             token_id = self.config.table.get(part.token_ids[-1], part.token_ids[-1])
         else:
             token_id = token_of_slots(slots, self.config, request.sampling, choice, request.num_output_tokens)
-        return SampledToken(token_id, self._logprob(token_id, request.sampling) if request.sampling.logprobs else None)
+        sampling = request.sampling
+        if not sampling.logprobs:
+            return SampledToken(token_id)
+        return SampledToken(token_id, self._logprob(token_id, sampling.num_top_logprobs, sampling.logprob_token_ids))
 
-    def _logprob(self, token_id: int, sampling: SamplingParams) -> TokenLogprob:
+    def _logprob(self, token_id: int, num_top: int, chosen: Sequence[int] = ()) -> TokenLogprob:
         """With the ids above it in the place of the most likely ones."""
-        vocab_size = self.config.vocab_size
-        top = tuple((token_id + place) % vocab_size for place in range(sampling.num_top_logprobs))
-        others = (TokenLogprob(other, scripted_logprob(other), 1) for other in top or sampling.logprob_token_ids)
+        top = [(token_id + place) % self.config.vocab_size for place in range(num_top)]
+        others = (TokenLogprob(other, scripted_logprob(other), 1) for other in top or chosen)
         return TokenLogprob(token_id, scripted_logprob(token_id), 1, tuple(others))
 
     def _slot(self, block_table: Sequence[int], position: int) -> memoryview:

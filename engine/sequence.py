@@ -13,12 +13,13 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from engine.hold import Hold
 from kvferry.block_hash import hash_block
 from kvferry.sampling import BeamParams, SamplingParams
+from kvferry.spec import PromptScoring
 
 if TYPE_CHECKING:
     from engine.gang import Gang
@@ -73,6 +74,7 @@ class Sequence:
         num_choices: int = 1,
         beam: BeamParams | None = None,
         tenant: str = "",
+        scoring: PromptScoring | None = None,
     ) -> None:
         self.seq_id = seq_id
         self.owner_id = owner_id or seq_id
@@ -102,6 +104,7 @@ class Sequence:
         self.was_started = False
         self.has_waited_for_prefix = False
         self.waits_for_quota = False  # it is its tenant's quota that keeps it waiting, not the pool
+        self.scoring = scoring  # log-probabilities of the prompt that are still to be told; None: no more
         self.swapped: SwappedTable | None = None  # where its blocks are while it is swapped out
         self.prefix_leader: Sequence | None = None  # computes the blocks they share; a resumed beam waits for it
         self._hash_root = hash_root
@@ -119,6 +122,16 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_hittable_tokens(self) -> int:
+        """Leading tokens whose KV may be taken from the prefix cache.
+
+        The last known one must be computed to sample the next, and so must those whose logits say how likely the next
+        prompt token is, where that is still to be told.
+        """
+        num_tokens = self.num_tokens - 1
+        return num_tokens if self.scoring is None else min(num_tokens, self.scoring.first_index - 1)
 
     @property
     def held_blocks(self) -> list[int]:
@@ -148,6 +161,12 @@ class Sequence:
         if self.hold_after_prefill:
             return self.num_given_tokens
         return self.num_prompt_tokens + self.sampling.max_tokens - 1
+
+    def told_scores(self, num_scores: int) -> None:
+        """The next log-probabilities of its prompt were told; a preemption will not bring them again."""
+        assert self.scoring is not None
+        first_index = self.scoring.first_index + num_scores
+        self.scoring = replace(self.scoring, first_index=first_index) if first_index < self.num_prompt_tokens else None
 
     def prefix_is_computed(self) -> bool:
         """Whether the blocks that a resumed beam shares with its gang's first member are computed."""

@@ -11,6 +11,7 @@ def sequence_from_spec(
     spec: SequenceSpec, core: EngineCore, *, arrival: int, hold_after_prefill: bool = False
 ) -> Sequence:
     """A sequence for `core`; `arrival` orders sequences of one tier and deadline."""
+    scoring = spec.prompt_scoring
     return Sequence(
         spec.id.seq_id,
         spec.token_ids,
@@ -26,4 +27,5 @@ def sequence_from_spec(
         num_choices=spec.num_choices,
         beam=spec.beam,
         tenant=spec.tenant,
+        scoring=scoring if scoring is not None and scoring.first_index < spec.num_prompt_tokens else None,
     )

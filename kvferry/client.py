@@ -82,6 +82,9 @@ class GenerateOptions:
     time_limit_s: float | None = None
     logprobs: int | None = None
     logprob_token_ids: Sequence[int] = ()
+    prompt_logprobs: int | None = None
+    echo: bool | None = None
+    truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool | None = None
     tier: str = ""
     tenant: str = ""
@@ -97,6 +100,7 @@ class GenerateOptions:
         for name in _LABEL_FIELDS:
             _set(request, name, getattr(self, name))
         _set_prompt(request, self.prompt)
+        _set(request, "truncate_prompt_tokens", self.truncate_prompt_tokens)
         for name in _SAMPLING_FIELDS:
             _set(request.sampling, f"sampling.{name}", getattr(self, name))
         _update(request.sampling.logit_bias, "sampling.logit_bias", self.logit_bias)
@@ -129,7 +133,7 @@ _SAMPLING_FIELDS = (
     "best_of",
 )
 _STOPPING_FIELDS = ("max_tokens", "min_tokens", "include_stop_str_in_output", "ignore_eos", "time_limit_s")
-_RESPONSE_FIELDS = ("logprobs", "skip_special_tokens")
+_RESPONSE_FIELDS = ("logprobs", "prompt_logprobs", "echo", "skip_special_tokens")
 _CACHE_FIELDS = ("bypass_prefix_cache", "cache_salt", "shared_salt")
 
 
@@ -223,9 +227,14 @@ class Choice:
 
 @dataclass(slots=True)
 class Completion:
-    """A whole response, gathered from its events."""
+    """A whole response, gathered from its events.
+
+    Attributes:
+        prompt_logprobs: of every token of the prompt but the first, where they were asked for.
+    """
 
     started: inference_pb2.Started = field(default_factory=inference_pb2.Started)
+    prompt_logprobs: list[types_pb2.TokenLogprob] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
     usage: inference_pb2.Usage = field(default_factory=inference_pb2.Usage)
     timings: inference_pb2.Timings = field(default_factory=inference_pb2.Timings)
@@ -236,6 +245,8 @@ class Completion:
         match event.WhichOneof("event"):
             case "started":
                 self.started = event.started
+            case "prompt_logprobs":
+                self._add_prompt_logprobs(event.prompt_logprobs)
             case "delta":
                 self._add_delta(event.delta)
             case "finish":
@@ -252,6 +263,13 @@ class Completion:
         """Raises DataLoss when the stream ended before its last event."""
         if not self.is_complete:
             raise DataLoss("the stream ended without its last message")
+
+    def _add_prompt_logprobs(self, message: types_pb2.PromptLogprobs) -> None:
+        if message.token_index != len(self.prompt_logprobs) + 1:
+            raise DataLoss(
+                f"the log-probability of prompt token {message.token_index} came after {len(self.prompt_logprobs)}"
+            )
+        self.prompt_logprobs.extend(message.logprobs)
 
     def _add_delta(self, delta: inference_pb2.ChoiceDelta) -> None:
         choice = self._choice(delta.index)

@@ -65,6 +65,7 @@ class PartialResponse:
     def __init__(self) -> None:
         self.started: pb.Started | None = None
         self._choices: dict[int, _PartialChoice] = {}
+        self._num_prompt_logprobs = 0
 
     @property
     def num_tokens(self) -> int:
@@ -79,6 +80,11 @@ class PartialResponse:
     def take(self, event: pb.GenerateResponse) -> None:
         """The next message behind `started`. Raises DataLoss when tokens are missing, doubled or out of order."""
         match event.WhichOneof("event"):
+            case "prompt_logprobs":
+                number = self._num_prompt_logprobs
+                if event.prompt_logprobs.token_index != number + 1:
+                    raise DataLoss(f"prompt token {event.prompt_logprobs.token_index} was scored after {number}")
+                self._num_prompt_logprobs += len(event.prompt_logprobs.logprobs)
             case "delta":
                 delta, choice = event.delta, self._choices.setdefault(event.delta.index, _PartialChoice())
                 num_tokens = len(choice.token_ids)
@@ -102,6 +108,7 @@ class PartialResponse:
             rest.stopping.time_limit_s = max(LEAST_TIME_LIMIT_S, rest.stopping.time_limit_s - spent_s)
         rest.resume.prompt_digest = self.started.prompt_digest
         rest.resume.server_request_id = self.started.server_request_id
+        rest.resume.num_prompt_logprobs = self._num_prompt_logprobs
         rest.resume.choices.extend(
             pb.ResumedChoice(
                 index=index, token_ids=choice.token_ids, num_text_chars=choice.num_text_chars, finish=choice.finish

@@ -21,6 +21,19 @@ class AttemptId:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScoring:
+    """Which log-probabilities of the prompt's own tokens are wanted.
+
+    Attributes:
+        first_index: place of the first token whose is wanted, at least 1: before the prompt's first there is nothing.
+        num_top_logprobs: those of so many most likely tokens in its place, too.
+    """
+
+    first_index: int = 1
+    num_top_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceSpec:
     """What a worker is told about a sequence; `token_ids` holds the prompt and, on a resume, earlier output.
 
@@ -30,6 +43,7 @@ class SequenceSpec:
         beam: beam search instead of sampling.
         tenant: whose request it is; part of the block hashes, and what quotas count by.
         shared_salt: takes the tenant's place in the block hashes where it is not empty.
+        prompt_scoring: log-probabilities of the prompt's tokens; only for the worker that computes the prompt.
     """
 
     id: AttemptId
@@ -46,6 +60,7 @@ class SequenceSpec:
     beam: BeamParams | None = None
     tenant: str = ""
     shared_salt: str = ""
+    prompt_scoring: PromptScoring | None = None
 
 
 @dataclass(frozen=True, slots=True)

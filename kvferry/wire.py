@@ -7,7 +7,7 @@ call and nothing else.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 
 from kvferry.block_changes import BlockChanges, NumberedChanges
@@ -15,7 +15,7 @@ from kvferry.block_hash import HASH_BYTES
 from kvferry.errors import InvalidArgument
 from kvferry.kv_layout import DTYPE_BYTES, KvLayout
 from kvferry.sampling import NO_RULES, BeamParams, Finish, FinishKind, LogitRules, SamplingParams, TokenLogprob
-from kvferry.spec import AttemptId, SequenceSpec
+from kvferry.spec import AttemptId, PromptScoring, SequenceSpec
 from kvferry.stats import EngineStats, MemorySnapshot, ShipCounters, TenantMemory
 from proto.kvferry.v1 import cache_pb2, types_pb2, worker_pb2
 
@@ -176,6 +176,18 @@ def logprob_from_pb(message: types_pb2.TokenLogprob) -> TokenLogprob:
     return TokenLogprob(message.token_id, message.logprob, message.rank, top)
 
 
+def prompt_logprobs_to_pb(token_index: int, logprobs: Iterable[TokenLogprob]) -> types_pb2.PromptLogprobs:
+    """Message of the log-probabilities of prompt tokens, `token_index` being the place of the first."""
+    return types_pb2.PromptLogprobs(token_index=token_index, logprobs=map(logprob_to_pb, logprobs))
+
+
+def _scoring_from_pb(message: worker_pb2.PromptScoring) -> PromptScoring:
+    """Raises InvalidArgument for a token that has no log-probability."""
+    if message.first_index < 1:
+        raise InvalidArgument("sequence.prompt_scoring.first_index", "must be at least 1")
+    return PromptScoring(message.first_index, message.num_top_logprobs)
+
+
 def beam_to_pb(beam: BeamParams) -> worker_pb2.BeamSpec:
     """Message of beam search parameters."""
     return worker_pb2.BeamSpec(
@@ -231,6 +243,9 @@ def spec_to_pb(spec: SequenceSpec) -> worker_pb2.SequenceSpec:
         beam=beam_to_pb(spec.beam) if spec.beam is not None else None,
         tenant=spec.tenant,
         shared_salt=spec.shared_salt,
+        prompt_scoring=None
+        if (scoring := spec.prompt_scoring) is None
+        else worker_pb2.PromptScoring(first_index=scoring.first_index, num_top_logprobs=scoring.num_top_logprobs),
     )
 
 
@@ -259,6 +274,7 @@ def spec_from_pb(message: worker_pb2.SequenceSpec) -> SequenceSpec:
         beam=beam_from_pb(message.beam) if message.HasField("beam") else None,
         tenant=message.tenant,
         shared_salt=message.shared_salt,
+        prompt_scoring=_scoring_from_pb(message.prompt_scoring) if message.HasField("prompt_scoring") else None,
     )
 
 

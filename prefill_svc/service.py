@@ -30,7 +30,7 @@ from kvferry.spec import AttemptId, SequenceSpec
 from kvferry.stats import ShipCounters
 from kvferry.tasks import run_until_first
 from kvferry.telemetry import Attributes, SpanNames, Telemetry, context_of
-from kvferry.wire import finish_to_pb, logprob_to_pb, spec_from_pb
+from kvferry.wire import finish_to_pb, logprob_to_pb, prompt_logprobs_to_pb, spec_from_pb
 from kvferry.worker import check_progress_timeout
 from kvtransfer.budget import ShipRank
 from kvtransfer.faults import CommittedFault, log_fault
@@ -47,6 +47,7 @@ from prefill_svc.task import (
     ReportDone,
     ReportFirstToken,
     ReportPromptComputed,
+    ReportPromptLogprobs,
     ShipFirstTokens,
     ShipRestored,
     ShipTokens,
@@ -279,6 +280,9 @@ class _PrefillRun:
                     self._restored.set()
                 case CancelShipment():
                     pass  # the run ends with the next action, and the Ship call with the run
+                case ReportPromptLogprobs():
+                    message = prompt_logprobs_to_pb(action.token_index, action.logprobs)
+                    await writer.write(worker_pb2.PrefillResponse(prompt_logprobs=message))
                 case ReportFirstToken():
                     await writer.write(_first_token_response(action))
                 case ReportPromptComputed():

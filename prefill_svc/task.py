@@ -19,6 +19,7 @@ from engine.outputs import (
     CandidatesFound,
     ChunkComputed,
     Output,
+    PromptScored,
     SequenceFailed,
     SequenceRestored,
     SequenceStarted,
@@ -66,6 +67,14 @@ class CancelShipment:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportPromptLogprobs:
+    """Tell the router log-probabilities of the prompt's tokens from place `token_index` on."""
+
+    token_index: int
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ReportFirstToken:
     """Tell the router the first token of a choice."""
 
@@ -108,6 +117,7 @@ TaskAction = (
     | ShipFirstTokens
     | ShipRestored
     | CancelShipment
+    | ReportPromptLogprobs
     | ReportFirstToken
     | ReportPromptComputed
     | ReportDone
@@ -152,6 +162,8 @@ class PrefillTask:
             case ChunkComputed(num_computed_tokens=num_tokens):
                 self._num_computed_tokens = num_tokens
                 return [ShipTokens(num_tokens)] if self._has_target else []
+            case PromptScored(token_index=token_index, logprobs=logprobs):
+                return [ReportPromptLogprobs(token_index, logprobs)]
             case TokenSampled():
                 return self._on_token(output)
             case CandidatesFound():

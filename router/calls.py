@@ -19,7 +19,7 @@ from kvferry.rpc import HeartbeatWriter, read_with_progress_deadline
 from kvferry.sampling import TokenLogprob
 from kvferry.telemetry import log_event
 from kvferry.wire import finish_from_pb, logprob_from_pb
-from proto.kvferry.v1 import worker_pb2, worker_pb2_grpc
+from proto.kvferry.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from router.breaker import Verdict, verdict_on
 from router.events import (
     BeamsFound,
@@ -31,6 +31,7 @@ from router.events import (
     Hypothesis,
     PrefillDone,
     PrefillFailed,
+    PromptScored,
     Registered,
     Tokens,
 )
@@ -187,6 +188,8 @@ class PrefillCall(WorkerCall):
         self._context.ledger.take_prefill(message)
         attempt = self._context.attempt
         match message.WhichOneof("event"):
+            case "prompt_logprobs":
+                self._context.post(_prompt_scored(attempt, message.prompt_logprobs))
             case "first_token":
                 self._take_first_token(message.first_token)
             case "done":
@@ -273,6 +276,8 @@ class DecodeCall(WorkerCall):
                 )
             case "committed":
                 self._context.post(Committed(message.committed.attempt))
+            case "prompt_logprobs":
+                self._context.post(_prompt_scored(attempt, message.prompt_logprobs))
             case "tokens":
                 return self._take_tokens(message.tokens)
             case "beams":
@@ -290,6 +295,10 @@ class DecodeCall(WorkerCall):
 
     def _failed(self, error: KvferryError) -> Event:
         return DecodeFailed(self._context.attempt, error)
+
+
+def _prompt_scored(attempt: int, message: types_pb2.PromptLogprobs) -> PromptScored:
+    return PromptScored(attempt, message.token_index, tuple(map(logprob_from_pb, message.logprobs)))
 
 
 def _hypothesis(beam: worker_pb2.Beam) -> Hypothesis:

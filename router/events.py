@@ -41,6 +41,15 @@ class Registered:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Log-probabilities of the prompt's tokens from place `token_index` on, from the worker that computes it."""
+
+    attempt: int
+    token_index: int
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class FirstToken:
     """Prefill sampled a choice's first token of the attempt; `finish` when that token ends the choice."""
 
@@ -152,6 +161,7 @@ Event = (
     WorkersChosen
     | NoWorkers
     | Registered
+    | PromptScored
     | FirstToken
     | PrefillDone
     | PrefillFailed
@@ -247,6 +257,14 @@ class SendStop:
 
 
 @dataclass(frozen=True, slots=True)
+class EmitPromptLogprobs:
+    """Log-probabilities of the prompt's tokens for the client, the next ones in order."""
+
+    token_index: int
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Emit:
     """Tokens of a choice for the client, the next ones in order."""
 
@@ -304,6 +322,7 @@ Action = (
     | CancelPrefill
     | CancelDecode
     | SendStop
+    | EmitPromptLogprobs
     | Emit
     | Finished
     | SplitChoices

@@ -39,6 +39,7 @@ from kvferry.errors import (
 )
 from kvferry.moves import is_worth_moving
 from kvferry.sampling import Finish, FinishKind, TokenLogprob
+from kvferry.spec import PromptScoring
 from router.choice_progress import ChoiceProgress
 from router.events import (
     Abort,
@@ -62,6 +63,7 @@ from router.events import (
     OpenPrefill,
     PrefillDone,
     PrefillFailed,
+    PromptScored,
     Registered,
     SendStop,
     ShipTo,
@@ -72,6 +74,7 @@ from router.events import (
     Tokens,
     WorkersChosen,
 )
+from router.prompt_logprobs import PromptLogprobProgress
 
 DEFAULT_MAX_ATTEMPTS = 3
 """Attempts in a row that may fail without progress. A commit is progress: what only prefill's first token reached could
@@ -110,6 +113,7 @@ class RequestLifecycle:
         attempts: numbers of the attempts, shared by all lifecycles of a request.
         local_prefill: there are no prefill workers; decode computes prompts itself.
         max_attempts: attempts in a row that may fail without progress.
+        prompt_logprobs: which log-probabilities of the prompt the client has; None where it wants none.
         min_moved_tokens: from how many output tokens on a choice leaves a draining worker with its blocks; 0: never.
     """
 
@@ -124,6 +128,7 @@ class RequestLifecycle:
         attempts: Iterator[int] | None = None,
         local_prefill: bool = False,
         max_attempts: int = DEFAULT_MAX_ATTEMPTS,
+        prompt_logprobs: PromptLogprobProgress | None = None,
         min_moved_tokens: int = 0,
     ) -> None:
         assert max_tokens >= 1
@@ -135,6 +140,7 @@ class RequestLifecycle:
         self._is_beam_search = is_beam_search
         self._resumes = resumes
         self._local_prefill = local_prefill
+        self._prompt_logprobs = prompt_logprobs
         self._phase = Phase.QUEUED
         self._progress = {choice: ChoiceProgress(choice, max_tokens) for choice in range(num_choices)}
         self._excluding: frozenset[str] = frozenset()
@@ -166,6 +172,11 @@ class RequestLifecycle:
         return tuple(self._progress)
 
     @property
+    def prompt_scoring(self) -> PromptScoring | None:
+        """Log-probabilities of the prompt that are still missing, for the worker that computes it."""
+        return None if self._prompt_logprobs is None else self._prompt_logprobs.missing
+
+    @property
     def num_emitted_tokens(self) -> int:
         """Over all its choices."""
         return sum(progress.num_tokens for progress in self._progress.values())
@@ -187,6 +198,8 @@ class RequestLifecycle:
                 return self._fail(error)
             case Registered():
                 return self._on_registered(event)
+            case PromptScored():
+                return self._on_prompt_scored(event)
             case FirstToken():
                 return self._on_first_token(event)
             case PrefillDone():
@@ -291,7 +304,21 @@ class RequestLifecycle:
 
     # --- tokens ---
 
+    def _on_prompt_scored(self, event: PromptScored) -> list[Action]:
+        """They come in order; a gap will not close, and shows before a token is emitted (`_unscored`)."""
+        emitted = self._prompt_logprobs.accept(event.token_index, event.logprobs) if self._prompt_logprobs else None
+        return [] if emitted is None else [emitted]
+
+    def _unscored(self) -> DataLoss | None:
+        """What is wrong with a prompt of which the worker sends the first token, and not all that was asked for."""
+        missing = self.prompt_scoring
+        if missing is None:
+            return None
+        return DataLoss(f"the log-probability of prompt token {missing.first_index} is missing, and the prompt is done")
+
     def _on_first_token(self, event: FirstToken) -> list[Action]:
+        if (error := self._unscored()) is not None:
+            return self._attempt_failed(error, self._prefill_worker)
         if self._phase is Phase.PREFILLING:
             self._phase = Phase.DECODING if self._committed else Phase.FIRST_TOKEN
         if event.finish is not None:
@@ -316,6 +343,8 @@ class RequestLifecycle:
     def _on_tokens(self, event: Tokens) -> list[Action]:
         if not self._committed:
             return self._attempt_failed(Internal("decode sent tokens before it was committed"), self._decode_worker)
+        if self._is_local and (error := self._unscored()) is not None:
+            return self._attempt_failed(error, self._decode_worker)
         if event.finish is not None:
             self._leave_decode(event.choice)
         if self._is_local:

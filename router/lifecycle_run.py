@@ -26,6 +26,7 @@ from router.events import (
     ChooseWorkers,
     ClientGone,
     Emit,
+    EmitPromptLogprobs,
     Event,
     Failed,
     Finished,
@@ -42,6 +43,8 @@ from router.events import (
     WorkersChosen,
 )
 from router.lifecycle import RequestLifecycle
+from router.prepared_request import PreparedRequest
+from router.prompt_logprobs import PromptLogprobProgress
 from router.request_context import RequestContext
 from router.selection import Needs, Pair
 from router.tracing import AttemptSpans
@@ -77,6 +80,7 @@ class LifecycleRun:
             attempts=context.attempts,
             local_prefill=context.cluster.workers.local_prefill,
             max_attempts=context.cluster.max_attempts,
+            prompt_logprobs=None if resumes is not None else _prompt_logprobs(prepared),
             min_moved_tokens=context.cluster.min_moved_tokens,
         )
         self._pair = Pair(None, None)
@@ -193,6 +197,8 @@ class LifecycleRun:
                 self._decode.cancel()
             case SendStop() if self._decode is not None:
                 self._decode.send_stop(action.choice, action.num_wanted_tokens)
+            case EmitPromptLogprobs():
+                self._output.push_prompt_logprobs(action.token_index, action.logprobs)
             case Emit():
                 self._emit(action)
             case Finished():
@@ -309,7 +315,7 @@ class LifecycleRun:
     def _open_decode(self, action: OpenDecode) -> None:
         assert self._pair.decode is not None
         start = worker_pb2.DecodeStart(
-            sequence=self._spec(action.attempt, action.token_ids),
+            sequence=self._spec(action.attempt, action.token_ids, computes_prompt=action.local_prefill),
             local_prefill=action.local_prefill,
             progress_timeout_s=self._cluster.progress_timeout_s,
             min_moved_tokens=self._cluster.min_moved_tokens,
@@ -320,7 +326,7 @@ class LifecycleRun:
     def _open_prefill(self, action: OpenPrefill) -> None:
         assert self._pair.prefill is not None
         request = worker_pb2.PrefillRequest(
-            sequence=self._spec(action.attempt, action.token_ids),
+            sequence=self._spec(action.attempt, action.token_ids, computes_prompt=True),
             progress_timeout_s=self._cluster.progress_timeout_s,
         )
         if action.target is not None:
@@ -346,7 +352,7 @@ class LifecycleRun:
             ledger=self._ledger,
         )
 
-    def _spec(self, attempt: int, token_ids: tuple[int, ...]) -> worker_pb2.SequenceSpec:
+    def _spec(self, attempt: int, token_ids: tuple[int, ...], *, computes_prompt: bool) -> worker_pb2.SequenceSpec:
         request, rest_s = self._prepared.request, self._prepared.rest_of_deadline_s
         choices = self._lifecycle.choices
         return spec_to_pb(
@@ -365,6 +371,7 @@ class LifecycleRun:
                 beam=request.beam,
                 tenant=request.tenant,
                 shared_salt=request.shared_salt,
+                prompt_scoring=self._lifecycle.prompt_scoring if computes_prompt else None,
             )
         )
 
@@ -379,3 +386,12 @@ class LifecycleRun:
             for task in rest:
                 task.cancel()
             await asyncio.gather(*rest, return_exceptions=True)
+
+
+def _prompt_logprobs(prepared: PreparedRequest) -> PromptLogprobProgress | None:
+    """None where the request asks for none."""
+    request = prepared.request
+    if request.num_prompt_logprobs is None:
+        return None
+    num_received = 0 if request.resume is None else request.resume.num_prompt_logprobs
+    return PromptLogprobProgress(len(prepared.prompt_token_ids), request.num_prompt_logprobs, num_received)

@@ -53,9 +53,15 @@ class Model:
             max_beams=max(worker.max_running for worker in decode) or None,
         )
 
-    async def tokenize(self, prompt: Prompt, limits: Limits) -> list[int] | tuple[int, ...]:
-        """Token ids of a prompt; raises InvalidArgument for one that cannot fit."""
-        bounds = PromptLimits(max_tokens=limits.max_context - 1, max_bytes=limits.max_request_bytes)
+    async def tokenize(
+        self, prompt: Prompt, limits: Limits, *, num_kept: int | None = None
+    ) -> list[int] | tuple[int, ...]:
+        """Token ids of a prompt, the last `num_kept` of them; raises InvalidArgument for one that cannot fit."""
+        most = limits.max_context - 1 if num_kept is None else None
+        ids = await self._encode(prompt, PromptLimits(max_tokens=most, max_bytes=limits.max_request_bytes))
+        return ids if num_kept is None else ids[-num_kept:]
+
+    async def _encode(self, prompt: Prompt, bounds: PromptLimits) -> list[int] | tuple[int, ...]:
         match prompt:
             case TokenPrompt(token_ids):
                 return token_ids

@@ -1,8 +1,9 @@
 """Messages for one client that it has not taken yet, so that a slow client slows only itself.
 
 Workers' streams are read at their own pace; what the client has not taken is merged into few deltas a choice. It
-holds no more than the request's `max_tokens` × n ids, their text, and a handful of other messages a choice: that is its
-bound. Heartbeats are made as they are taken, so none ever waits behind another.
+holds no more than the request's `max_tokens` × n ids, their text, an echoed prompt a choice, the log-probabilities of
+one prompt, and a handful of other messages a choice: that is its bound. Heartbeats are made as they are taken, so none
+ever waits behind another.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Outbox:
                 _merge(last.delta, message.delta)
                 return
             self._last_deltas[message.delta.index] = message
+        if message.HasField("prompt_logprobs"):
+            self._last_deltas.clear()  # no token behind it may slip into a delta before it
         if message.HasField("started") and self._interval_s is not None:
             self._messages.append(_heartbeat())
         self._messages.append(message)

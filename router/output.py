@@ -9,6 +9,7 @@ from kvferry.sampling import Finish, SamplingParams, TokenLogprob
 from kvferry.wire import finish_to_pb, logprob_to_pb
 from proto.kvferry.v1 import inference_pb2 as pb
 from router.resume import ReceivedChoice
+from router.text.echo import EchoedPrompt
 from router.text.output_text import ChoiceText
 from router.text.stop_strings import StopStrings
 from router.text.token_bytes import TokenBytes
@@ -21,6 +22,7 @@ class ChoiceOutput:
     Args:
         index: of the choice in the response.
         stops: the request's stop strings, compiled once for all its choices.
+        echo: the prompt's text, where it stands before the output.
         put: takes the messages.
 
     Attributes:
@@ -38,6 +40,7 @@ class ChoiceOutput:
         num_prompt_tokens: int,
         token_bytes: TokenBytes,
         stops: StopStrings | None,
+        echo: EchoedPrompt | None = None,
         put: Callable[[pb.GenerateResponse], None],
     ) -> None:
         self._request = request
@@ -45,6 +48,7 @@ class ChoiceOutput:
         self._num_prompt_tokens = num_prompt_tokens
         self._put = put
         self._ending = sampling
+        self._echo = echo
         self._text = ChoiceText(
             token_bytes,
             stops=stops,
@@ -53,6 +57,7 @@ class ChoiceOutput:
             min_tokens=request.min_tokens,
             ending_token_ids=sampling.ending_token_ids,
             continues_text=isinstance(request.prompt, TextPrompt),
+            goes_on_from=None if echo is None else echo.detokenizer,
         )
         self.stop: Finish | None = None
         self.told: Finish | None = None
@@ -73,6 +78,11 @@ class ChoiceOutput:
         """Log-probability a token; that of no tokens is the lowest."""
         return self.cumulative_logprob / self.num_tokens if self.num_tokens else float("-inf")
 
+    def echo_prompt(self) -> None:
+        """The prompt's text, if asked for; before anything else."""
+        for piece in self._echo.pieces if self._echo is not None else ():
+            self._put_delta(0, (), piece)
+
     def restore(self, received: ReceivedChoice) -> None:
         """Takes the tokens that the client has, from the first on; `put` leaves out what it has of their messages.
 
@@ -85,7 +95,8 @@ class ChoiceOutput:
             raise InvalidArgument(
                 f"{path}.token_ids", f"has {num_ids} ids; a stop string ended the choice with number {self.num_tokens}"
             )
-        most = len(delta.text) + self._most_held_chars
+        num_echoed = 0 if self._echo is None else len(self._echo.text)
+        most = num_echoed + len(delta.text) + self._most_held_chars
         if self._request.text and received.num_text_chars > most:
             raise InvalidArgument(
                 f"{path}.num_text_chars",

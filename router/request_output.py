@@ -3,8 +3,8 @@
 Choices are streamed side by side as they come. Where the best of more candidates are wanted, all of them are held until
 the last has ended (`max_tokens` × best_of ids at most); then the best are sent, best first, numbered from 0 anew.
 
-A resumed response begins with `restore`: streamed choices take the tokens that the client has, others are made again as
-a whole; either way nothing is sent that the client has.
+A response begins with `begin`: the prompt's text where it is echoed, then, in a resumed one, streamed choices take the
+tokens that the client has; others are made again as a whole. Either way nothing is sent that the client has.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from kvferry.sampling import Finish, SamplingParams, TokenLogprob
+from kvferry.wire import prompt_logprobs_to_pb
 from proto.kvferry.v1 import inference_pb2 as pb
 from router.ledger import RequestLedger
 from router.outbox import Outbox
 from router.output import ChoiceOutput
 from router.resume import Received, ReceivedChoice
+from router.text.echo import EchoedPrompt
 from router.text.stop_strings import StopStrings
 from router.text.token_bytes import TokenBytes
 from router.validation import Request
@@ -27,6 +29,7 @@ class RequestOutput:
     """One `ChoiceOutput` a choice, or candidate.
 
     Args:
+        echo: the prompt's text, where it stands before the output of each choice.
         outbox: what the client gets.
         ledger: told when tokens are sent, and of overshoot.
     """
@@ -38,9 +41,11 @@ class RequestOutput:
         *,
         num_prompt_tokens: int,
         token_bytes: TokenBytes,
+        echo: EchoedPrompt | None = None,
         outbox: Outbox,
         ledger: RequestLedger,
     ) -> None:
+        self._outbox = outbox
         self._num_returned = request.n
         self._tells_logprob = request.comes_at_end
         received = MappingProxyType[int, ReceivedChoice]({}) if request.resume is None else request.resume.choices
@@ -60,6 +65,7 @@ class RequestOutput:
                 num_prompt_tokens=num_prompt_tokens,
                 token_bytes=token_bytes,
                 stops=stops,
+                echo=echo,
                 put=self._put_of(choice),
             )
             for choice in range(request.best_of)
@@ -69,8 +75,10 @@ class RequestOutput:
     def _put_of(self, choice: int) -> Callable[[pb.GenerateResponse], None]:
         return self._held[choice].put if self._held else self._puts[choice]
 
-    def restore(self) -> None:
+    def begin(self) -> None:
         """Brings streamed choices to where the client has them. Raises InvalidArgument where that cannot be."""
+        for output in self._choices:
+            output.echo_prompt()
         for choice, received in self._received.items():
             self._choices[choice].restore(received)
 
@@ -85,6 +93,10 @@ class RequestOutput:
 
     def _received_ids(self, choice: int) -> tuple[int, ...]:
         return self._received[choice].token_ids if choice in self._received else ()
+
+    def push_prompt_logprobs(self, token_index: int, logprobs: tuple[TokenLogprob, ...]) -> None:
+        """The next ones of the prompt, in order; they are the request's, whatever becomes of its choices."""
+        self._outbox.put(pb.GenerateResponse(prompt_logprobs=prompt_logprobs_to_pb(token_index, logprobs)))
 
     def push(self, choice: int, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...] = ()) -> None:
         """The choice's next tokens, in order."""

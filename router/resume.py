@@ -23,6 +23,7 @@ from proto.kvferry.v1 import inference_pb2 as pb
 
 RESUME_FIELD = "resume"
 DIGEST_FIELD = "resume.prompt_digest"
+SCORES_FIELD = "resume.num_prompt_logprobs"
 MAX_SERVER_ID_CHARS = 64
 """Ids that routers give have half of that; it is kept as a name of the request."""
 
@@ -47,11 +48,13 @@ class ReceivedResponse:
     Attributes:
         choices: by index, those of which it has something.
         server_request_id: the id it began with; empty where the client did not say.
+        num_prompt_logprobs: prompt tokens of which it has the log-probability.
     """
 
     prompt_digest: bytes
     choices: Mapping[int, ReceivedChoice] = field(default_factory=lambda: MappingProxyType({}))
     server_request_id: str = ""
+    num_prompt_logprobs: int = 0
 
     @property
     def is_begun(self) -> bool:
@@ -84,7 +87,14 @@ def resume_of(message: pb.GenerateRequest, *, n: int, vocab_size: int) -> Receiv
             why = f"is not below n, {n}" if choice.index >= n else "is there twice"
             raise InvalidArgument(f"{path}.index", f"{choice.index} {why}")
         choices[choice.index] = _choice(choice, path, message.stopping.max_tokens, vocab_size)
-    return ReceivedResponse(resume.prompt_digest, MappingProxyType(choices), _server_id(resume.server_request_id))
+    if resume.num_prompt_logprobs and not message.response.HasField("prompt_logprobs"):
+        raise InvalidArgument(SCORES_FIELD, f"{resume.num_prompt_logprobs}, and response.prompt_logprobs is not set")
+    return ReceivedResponse(
+        resume.prompt_digest,
+        MappingProxyType(choices),
+        _server_id(resume.server_request_id),
+        resume.num_prompt_logprobs,
+    )
 
 
 def check_prompt(resume: ReceivedResponse | None, token_ids: Sequence[int]) -> None:
@@ -95,6 +105,20 @@ def check_prompt(resume: ReceivedResponse | None, token_ids: Sequence[int]) -> N
             "the routers differ in tokenizer, chat template or model, or the prompt was changed",
             field=DIGEST_FIELD,
         )
+
+
+def check_prompt_logprobs(resume: ReceivedResponse | None, num_prompt_tokens: int) -> None:
+    """Of a request that asks for them. Raises InvalidArgument for more of them than there are.
+
+    Tokens come behind the last of them, so a client that has tokens has them all.
+    """
+    if resume is None:
+        return
+    given, number = resume.num_prompt_logprobs, num_prompt_tokens - 1
+    if given > number:
+        raise InvalidArgument(SCORES_FIELD, f"{given} is above {number}, all there are")
+    if resume.num_tokens and given < number:
+        raise InvalidArgument(SCORES_FIELD, f"{given} is below {number}, all of which come before the tokens given")
 
 
 def _require_echoes(message: pb.GenerateRequest) -> None:

@@ -34,9 +34,11 @@ from router.prepared_request import PreparedRequest
 from router.request_log import logged
 from router.request_output import RequestOutput
 from router.request_run import RequestRun
-from router.resume import check_prompt
+from router.resume import check_prompt, check_prompt_logprobs
+from router.text.echo import EchoedPrompt
+from router.text.tokenizer import TextTokenizer
 from router.tracing import describe_outcome, describe_request
-from router.validation import SEED_LIMIT, Limits, fit, heartbeat_interval_s, validate
+from router.validation import SEED_LIMIT, Limits, TextPrompt, fit, heartbeat_interval_s, validate
 
 logger = logging.getLogger(__name__)
 
@@ -142,10 +144,12 @@ class Serving:
         describe_request(span, request, server_id)
         started_s = time.monotonic()
         with self.parts.telemetry.span(SpanNames.TOKENIZE):
-            token_ids = await model.tokenize(request.prompt, limits)
+            token_ids = await model.tokenize(request.prompt, limits, num_kept=request.truncate_prompt_tokens)
         record.ledger.tokenize_s = time.monotonic() - started_s
         record.num_prompt_tokens = len(token_ids)
         check_prompt(request.resume, token_ids)
+        if request.num_prompt_logprobs is not None:
+            check_prompt_logprobs(request.resume, len(token_ids))
         max_tokens = fit(request, len(token_ids), limits)
         span.set_attribute(Attributes.REQUEST_MAX_TOKENS, max_tokens)
         bad_words = [ids for word in request.bad_words for ids in model.tokenizer.bad_word_token_ids(word)]
@@ -166,12 +170,13 @@ class Serving:
             prepared.sampling,
             num_prompt_tokens=len(prepared.prompt_token_ids),
             token_bytes=model.tokenizer.token_bytes,
+            echo=_echo_of(prepared, model.tokenizer) if prepared.request.echo else None,
             outbox=outbox,
             ledger=record.ledger,
         )
         span = trace.get_current_span()
         outbox.put(started(prepared))
-        output.restore()
+        output.begin()
         run = RequestRun(prepared, model.cluster, output, record.ledger, context_of(span))
         self._running[prepared.id] = run
         task = asyncio.create_task(_run_into(run, output, outbox, record.ledger))
@@ -209,6 +214,16 @@ async def _run_into(run: RequestRun, output: RequestOutput, outbox: Outbox, ledg
         outbox.close(Internal(f"the router failed with {type(error).__name__}; its log has the details"))
     finally:
         outbox.close(Cancelled("the router ended the request"))  # of no effect once it is closed
+
+
+def _echo_of(prepared: PreparedRequest, tokenizer: TextTokenizer) -> EchoedPrompt:
+    """The prompt's text: as it was given, unless only its end is used."""
+    request = prepared.request
+    if isinstance(request.prompt, TextPrompt) and request.truncate_prompt_tokens is None:
+        return EchoedPrompt(request.prompt.text)
+    return EchoedPrompt.of_tokens(
+        prepared.prompt_token_ids, tokenizer.token_bytes, skip_special_tokens=request.skip_special_tokens
+    )
 
 
 def _why_gone(error: BaseException, prepared: PreparedRequest) -> KvferryError:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Literal
 
 from kvferry.errors import InvalidArgument, NotFound, PermissionDenied, ResourceExhausted, UnsupportedField
 from kvferry.kv_layout import KvLayout, num_beam_blocks
@@ -126,7 +127,10 @@ class Request:
         time_limit_s: None for no limit.
         tenant: whose request it is, by its API key.
         text, token_ids, prompt_token_ids: what the response carries.
+        echo: whether the text of each choice begins with the prompt's.
+        truncate_prompt_tokens: most tokens of the prompt, its last ones; None for all.
         num_logprobs: most likely tokens told of beside each output token; None for no log-probabilities.
+        num_prompt_logprobs: most likely tokens told of beside each prompt token; None for no log-probabilities.
         resume: what the client has of the response already; None where it begins.
         heartbeat_interval_s: longest silence before a heartbeat; None for none.
         The rest as in the public request.
@@ -135,6 +139,7 @@ class Request:
     label: str
     model: str
     prompt: Prompt
+    truncate_prompt_tokens: int | None
     tier: str
     tier_rank: int
     adapter: str
@@ -159,7 +164,9 @@ class Request:
     token_ids: bool
     prompt_token_ids: bool
     skip_special_tokens: bool
+    echo: bool
     num_logprobs: int | None
+    num_prompt_logprobs: int | None
     logprob_token_ids: tuple[int, ...]
     bypass_prefix_cache: bool
     cache_salt: str
@@ -228,6 +235,7 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
         label=_label(message.request_id),
         model=limits.model,
         prompt=_prompt(message, limits),
+        truncate_prompt_tokens=_truncate_prompt_tokens(message, limits),
         tier=tier,
         tier_rank=_tier_rank(tier, limits),
         adapter=_adapter(message.adapter, limits),
@@ -252,7 +260,9 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
         token_ids=_switch(response, "token_ids"),
         prompt_token_ids=response.prompt_token_ids,
         skip_special_tokens=_switch(response, "skip_special_tokens"),
-        num_logprobs=_num_logprobs(response),
+        echo=_echo(message),
+        num_logprobs=_num_logprobs(response, "logprobs"),
+        num_prompt_logprobs=_num_logprobs(response, "prompt_logprobs"),
         logprob_token_ids=_logprob_token_ids(response, limits),
         bypass_prefix_cache=message.cache.bypass_prefix_cache,
         cache_salt=_salt("cache.cache_salt", message.cache.cache_salt),
@@ -353,15 +363,12 @@ def _check_quota(role: str, tenant: str, num_needed: int, what: str, num_blocks:
 
 UNSUPPORTED_FIELDS: Mapping[str, Callable[[pb.GenerateRequest], bool]] = MappingProxyType(
     {
-        "response.prompt_logprobs": lambda m: m.response.HasField("prompt_logprobs"),
-        "response.echo": lambda m: m.response.echo,
         "json_schema": lambda m: m.HasField("json_schema"),
         "json_object": lambda m: m.HasField("json_object"),
         "regex": lambda m: m.HasField("regex"),
         "choice": lambda m: m.HasField("choice"),
         "grammar": lambda m: m.HasField("grammar"),
         "structural_tag": lambda m: m.HasField("structural_tag"),
-        "truncate_prompt_tokens": lambda m: m.HasField("truncate_prompt_tokens"),
         "session_id": lambda m: bool(m.session_id),
     }
 )
@@ -401,6 +408,7 @@ IDLE_BESIDE_BEAMS: Mapping[str, Callable[[pb.GenerateRequest], bool]] = MappingP
         "stopping.stop": lambda m: bool(m.stopping.stop),
         "response.logprobs": lambda m: m.response.HasField("logprobs"),
         "response.logprob_token_ids": lambda m: bool(m.response.logprob_token_ids),
+        "response.prompt_logprobs": lambda m: m.response.HasField("prompt_logprobs"),
     }
 )
 
@@ -587,12 +595,34 @@ def _min_tokens(stopping: pb.StoppingOptions, limits: Limits) -> int:
     return stopping.min_tokens
 
 
-def _num_logprobs(response: pb.ResponseOptions) -> int | None:
-    if not response.HasField("logprobs"):
+def _num_logprobs(response: pb.ResponseOptions, name: Literal["logprobs", "prompt_logprobs"]) -> int | None:
+    if not response.HasField(name):
         return None
-    if response.logprobs > MAX_LOGPROBS:
-        raise InvalidArgument("response.logprobs", f"{response.logprobs} is above the limit, {MAX_LOGPROBS}")
-    return response.logprobs
+    number: int = getattr(response, name)
+    if number > MAX_LOGPROBS:
+        raise InvalidArgument(f"response.{name}", f"{number} is above the limit, {MAX_LOGPROBS}")
+    return number
+
+
+def _echo(message: pb.GenerateRequest) -> bool:
+    if not message.response.echo:
+        return False
+    if message.HasField("chat"):
+        raise InvalidArgument("response.echo", "cannot be combined with a chat, which is not part of the answer's text")
+    if not _switch(message.response, "text"):
+        raise InvalidArgument("response.echo", "needs response.text, which is off")
+    return True
+
+
+def _truncate_prompt_tokens(message: pb.GenerateRequest, limits: Limits) -> int | None:
+    if not message.HasField("truncate_prompt_tokens"):
+        return None
+    number, most = message.truncate_prompt_tokens, limits.max_context - 1
+    if not 1 <= number <= most:
+        raise InvalidArgument(
+            "truncate_prompt_tokens", f"{number} is not between 1 and {most} (a context of {limits.max_context})"
+        )
+    return number
 
 
 def _logprob_token_ids(response: pb.ResponseOptions, limits: Limits) -> tuple[int, ...]:

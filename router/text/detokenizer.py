@@ -12,6 +12,7 @@ broken byte anywhere: here the whole characters of such a run stay, since a stre
 from __future__ import annotations
 
 import codecs
+import copy
 from collections.abc import Iterable
 
 from router.text.token_bytes import TokenBytes
@@ -31,6 +32,13 @@ class Detokenizer:
         self._at_start = not continues_text and table.start.first_token is not None
         self._strip_left = 0 if continues_text else table.start.strip_count
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def copy(self) -> Detokenizer:
+        """Another one in the same state."""
+        twin = copy.copy(self)
+        twin._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        twin._utf8.setstate(self._utf8.getstate())
+        return twin
 
     def push(self, token_id: int) -> str:
         """Text that is whole once `token_id` is added; often empty."""

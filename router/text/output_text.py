@@ -75,6 +75,7 @@ class ChoiceText:
         min_tokens: int = 0,
         ending_token_ids: frozenset[int] = frozenset(),
         continues_text: bool = False,
+        goes_on_from: Detokenizer | None = None,
     ) -> None:
         """Starts before the first output token.
 
@@ -86,9 +87,12 @@ class ChoiceText:
             min_tokens: see the module's page.
             ending_token_ids: ids that end the choice, so their text is hidden (`SamplingParams.ending_token_ids`).
             continues_text: a text prompt is continued, so a first space is kept.
+            goes_on_from: state behind the text of a prompt that is shown before the output, half a character included.
         """
-        self._detokenizer = Detokenizer(
-            token_bytes, skip_special_tokens=skip_special_tokens, continues_text=continues_text
+        self._detokenizer = (
+            Detokenizer(token_bytes, skip_special_tokens=skip_special_tokens, continues_text=continues_text)
+            if goes_on_from is None
+            else goes_on_from.copy()
         )
         self._matcher = StopMatcher(stops, include_stop=include_stop) if stops else None
         self._hidden = ending_token_ids

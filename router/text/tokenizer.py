@@ -38,9 +38,9 @@ MESSAGE_CHARS = 16
 
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
-    """What is refused before it is encoded: more UTF-8 bytes, or text that certainly gives more tokens."""
+    """What is refused before it is encoded: more UTF-8 bytes, or text that certainly gives more tokens (None: any)."""
 
-    max_tokens: int
+    max_tokens: int | None
     max_bytes: int
 
 
@@ -167,6 +167,8 @@ class TextTokenizer:
             raise InvalidArgument(field, f"is not Unicode text: {error}") from error
         if num_bytes > limits.max_bytes:
             raise InvalidArgument(field, f"is {num_bytes} bytes long, at most {limits.max_bytes} are allowed")
+        if limits.max_tokens is None:
+            return
         num_tokens = max(map(self.length_bound.min_tokens, texts), default=0)
         if num_tokens > limits.max_tokens:
             raise InvalidArgument(field, f"gives {num_tokens} tokens or more, at most {limits.max_tokens} are allowed")

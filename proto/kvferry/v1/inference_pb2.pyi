@@ -58,14 +58,16 @@ class GenerateRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., stopping: _Optional[_Union[StoppingOptions, _Mapping]] = ..., response: _Optional[_Union[ResponseOptions, _Mapping]] = ..., tier: _Optional[str] = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., session_id: _Optional[str] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., json_schema: _Optional[str] = ..., json_object: _Optional[bool] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[Choices, _Mapping]] = ..., grammar: _Optional[str] = ..., structural_tag: _Optional[str] = ..., beam_search: _Optional[_Union[BeamSearch, _Mapping]] = ..., truncate_prompt_tokens: _Optional[int] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., progress_timeout_s: _Optional[float] = ...) -> None: ...
 
 class Resume(_message.Message):
-    __slots__ = ("prompt_digest", "choices", "server_request_id")
+    __slots__ = ("prompt_digest", "choices", "server_request_id", "num_prompt_logprobs")
     PROMPT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     SERVER_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     prompt_digest: bytes
     choices: _containers.RepeatedCompositeFieldContainer[ResumedChoice]
     server_request_id: str
-    def __init__(self, prompt_digest: _Optional[bytes] = ..., choices: _Optional[_Iterable[_Union[ResumedChoice, _Mapping]]] = ..., server_request_id: _Optional[str] = ...) -> None: ...
+    num_prompt_logprobs: int
+    def __init__(self, prompt_digest: _Optional[bytes] = ..., choices: _Optional[_Iterable[_Union[ResumedChoice, _Mapping]]] = ..., server_request_id: _Optional[str] = ..., num_prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class ResumedChoice(_message.Message):
     __slots__ = ("index", "token_ids", "num_text_chars", "finish")
@@ -197,18 +199,20 @@ class BeamSearch(_message.Message):
     def __init__(self, width: _Optional[int] = ..., length_penalty: _Optional[float] = ..., early_stopping: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("started", "delta", "finish", "completed", "heartbeat")
+    __slots__ = ("started", "delta", "finish", "completed", "heartbeat", "prompt_logprobs")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     COMPLETED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     started: Started
     delta: ChoiceDelta
     finish: ChoiceFinish
     completed: Completed
     heartbeat: StreamHeartbeat
-    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[ChoiceDelta, _Mapping]] = ..., finish: _Optional[_Union[ChoiceFinish, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., heartbeat: _Optional[_Union[StreamHeartbeat, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _types_pb2.PromptLogprobs
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[ChoiceDelta, _Mapping]] = ..., finish: _Optional[_Union[ChoiceFinish, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., heartbeat: _Optional[_Union[StreamHeartbeat, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_types_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class StreamHeartbeat(_message.Message):
     __slots__ = ()

@@ -24,23 +24,25 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cproto/kvferry/v1/types.proto\x12\nkvferry.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"f\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12%\n\x03top\x18\x04 \x03(\x0b\x32\x18.kvferry.v1.TokenLogprob\"h\n\x06\x46inish\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\x12\x12\n\x08token_id\x18\x02 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x42\t\n\x07matched\"\xaf\x01\n\x08KvLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\t\x12\x14\n\x0cwire_version\x18\x07 \x01(\r\x12\x13\n\x0brope_digest\x18\x08 \x01(\t\"\xff\x01\n\x0c\x43\x61pabilities\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12\x13\n\x0bmax_context\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12$\n\x06layout\x18\x05 \x01(\x0b\x32\x14.kvferry.v1.KvLayout\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\r\n\x05tiers\x18\x07 \x03(\t\x12\x14\n\x0c\x64\x65\x66\x61ult_tier\x18\x08 \x01(\t\x12\x10\n\x08\x61\x64\x61pters\x18\t \x03(\t\x12\x19\n\x11max_request_bytes\x18\n \x01(\x04\x12\x1a\n\x12unsupported_fields\x18\x0b \x03(\t*\xe0\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12!\n\x1d\x46INISH_REASON_END_OF_SEQUENCE\x10\x01\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x04\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x05\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cproto/kvferry/v1/types.proto\x12\nkvferry.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"f\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12%\n\x03top\x18\x04 \x03(\x0b\x32\x18.kvferry.v1.TokenLogprob\"Q\n\x0ePromptLogprobs\x12\x13\n\x0btoken_index\x18\x01 \x01(\r\x12*\n\x08logprobs\x18\x02 \x03(\x0b\x32\x18.kvferry.v1.TokenLogprob\"h\n\x06\x46inish\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\x12\x12\n\x08token_id\x18\x02 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x42\t\n\x07matched\"\xaf\x01\n\x08KvLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\t\x12\x14\n\x0cwire_version\x18\x07 \x01(\r\x12\x13\n\x0brope_digest\x18\x08 \x01(\t\"\xff\x01\n\x0c\x43\x61pabilities\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12\x13\n\x0bmax_context\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12$\n\x06layout\x18\x05 \x01(\x0b\x32\x14.kvferry.v1.KvLayout\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\r\n\x05tiers\x18\x07 \x03(\t\x12\x14\n\x0c\x64\x65\x66\x61ult_tier\x18\x08 \x01(\t\x12\x10\n\x08\x61\x64\x61pters\x18\t \x03(\t\x12\x19\n\x11max_request_bytes\x18\n \x01(\x04\x12\x1a\n\x12unsupported_fields\x18\x0b \x03(\t*\xe0\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12!\n\x1d\x46INISH_REASON_END_OF_SEQUENCE\x10\x01\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x04\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x05\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'proto.kvferry.v1.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=716
-  _globals['_FINISHREASON']._serialized_end=940
+  _globals['_FINISHREASON']._serialized_start=799
+  _globals['_FINISHREASON']._serialized_end=1023
   _globals['_TOKENIDS']._serialized_start=44
   _globals['_TOKENIDS']._serialized_end=67
   _globals['_TOKENLOGPROB']._serialized_start=69
   _globals['_TOKENLOGPROB']._serialized_end=171
-  _globals['_FINISH']._serialized_start=173
-  _globals['_FINISH']._serialized_end=277
-  _globals['_KVLAYOUT']._serialized_start=280
-  _globals['_KVLAYOUT']._serialized_end=455
-  _globals['_CAPABILITIES']._serialized_start=458
-  _globals['_CAPABILITIES']._serialized_end=713
+  _globals['_PROMPTLOGPROBS']._serialized_start=173
+  _globals['_PROMPTLOGPROBS']._serialized_end=254
+  _globals['_FINISH']._serialized_start=256
+  _globals['_FINISH']._serialized_end=360
+  _globals['_KVLAYOUT']._serialized_start=363
+  _globals['_KVLAYOUT']._serialized_end=538
+  _globals['_CAPABILITIES']._serialized_start=541
+  _globals['_CAPABILITIES']._serialized_end=796
 # @@protoc_insertion_point(module_scope)

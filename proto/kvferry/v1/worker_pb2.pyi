@@ -16,7 +16,7 @@ class AttemptId(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class SequenceSpec(_message.Message):
-    __slots__ = ("id", "token_ids", "num_prompt_tokens", "sampling", "tier_rank", "deadline_unix_ms", "cache_salt", "adapter", "bypass_prefix_cache", "choice", "num_choices", "beam", "tenant", "shared_salt")
+    __slots__ = ("id", "token_ids", "num_prompt_tokens", "sampling", "tier_rank", "deadline_unix_ms", "cache_salt", "adapter", "bypass_prefix_cache", "choice", "num_choices", "beam", "tenant", "shared_salt", "prompt_scoring")
     ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class SequenceSpec(_message.Message):
     BEAM_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SHARED_SALT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_SCORING_FIELD_NUMBER: _ClassVar[int]
     id: AttemptId
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
@@ -45,7 +46,16 @@ class SequenceSpec(_message.Message):
     beam: BeamSpec
     tenant: str
     shared_salt: str
-    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[EffectiveSampling, _Mapping]] = ..., tier_rank: _Optional[int] = ..., deadline_unix_ms: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., bypass_prefix_cache: _Optional[bool] = ..., choice: _Optional[int] = ..., num_choices: _Optional[int] = ..., beam: _Optional[_Union[BeamSpec, _Mapping]] = ..., tenant: _Optional[str] = ..., shared_salt: _Optional[str] = ...) -> None: ...
+    prompt_scoring: PromptScoring
+    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[EffectiveSampling, _Mapping]] = ..., tier_rank: _Optional[int] = ..., deadline_unix_ms: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., bypass_prefix_cache: _Optional[bool] = ..., choice: _Optional[int] = ..., num_choices: _Optional[int] = ..., beam: _Optional[_Union[BeamSpec, _Mapping]] = ..., tenant: _Optional[str] = ..., shared_salt: _Optional[str] = ..., prompt_scoring: _Optional[_Union[PromptScoring, _Mapping]] = ...) -> None: ...
+
+class PromptScoring(_message.Message):
+    __slots__ = ("first_index", "num_top_logprobs")
+    FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    first_index: int
+    num_top_logprobs: int
+    def __init__(self, first_index: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ...) -> None: ...
 
 class BeamSpec(_message.Message):
     __slots__ = ("width", "length_penalty", "early_stopping", "num_returned")
@@ -285,16 +295,18 @@ class ShipTarget(_message.Message):
     def __init__(self, address: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("progress", "first_token", "done", "prompt_computed")
+    __slots__ = ("progress", "first_token", "done", "prompt_computed", "prompt_logprobs")
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     progress: PrefillProgress
     first_token: FirstToken
     done: PrefillDone
     prompt_computed: PromptComputed
-    def __init__(self, progress: _Optional[_Union[PrefillProgress, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., done: _Optional[_Union[PrefillDone, _Mapping]] = ..., prompt_computed: _Optional[_Union[PromptComputed, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _types_pb2.PromptLogprobs
+    def __init__(self, progress: _Optional[_Union[PrefillProgress, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., done: _Optional[_Union[PrefillDone, _Mapping]] = ..., prompt_computed: _Optional[_Union[PromptComputed, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_types_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class PromptComputed(_message.Message):
     __slots__ = ("num_cached_tokens", "queue_s", "prefill_s")
@@ -381,18 +393,20 @@ class Heartbeat(_message.Message):
     def __init__(self) -> None: ...
 
 class DecodeResponse(_message.Message):
-    __slots__ = ("registered", "committed", "tokens", "heartbeat", "beams")
+    __slots__ = ("registered", "committed", "tokens", "heartbeat", "beams", "prompt_logprobs")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     BEAMS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     registered: Registered
     committed: Committed
     tokens: DecodeTokens
     heartbeat: Heartbeat
     beams: Beams
-    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., tokens: _Optional[_Union[DecodeTokens, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., beams: _Optional[_Union[Beams, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _types_pb2.PromptLogprobs
+    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., tokens: _Optional[_Union[DecodeTokens, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., beams: _Optional[_Union[Beams, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_types_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class Registered(_message.Message):
     __slots__ = ("epoch", "ship_address", "keeps_blocks")

@@ -66,6 +66,10 @@ def test_unset_options_stay_unset_and_set_ones_are_all_sent() -> None:
     request = GenerateOptions(prompt="x", temperature=0.0, seed=2**64 - 1, stop=["a"], ignore_eos=False).to_pb()
     assert request.sampling == inference_pb2.SamplingOptions(temperature=0.0, seed=2**64 - 1)
     assert request.stopping == inference_pb2.StoppingOptions(stop=["a"], ignore_eos=False)
+    assert request.response == inference_pb2.ResponseOptions() and not request.HasField("truncate_prompt_tokens")
+    request = GenerateOptions(prompt="x", echo=True, prompt_logprobs=0, truncate_prompt_tokens=5).to_pb()
+    assert request.response == inference_pb2.ResponseOptions(echo=True, prompt_logprobs=0)
+    assert request.truncate_prompt_tokens == 5
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from kvferry.retry_budget import RETRY_BURST
 from kvferry.sampling import Finish, FinishKind
 from kvferry.wire import finish_to_pb
 from proto.kvferry.v1 import inference_pb2 as pb
+from proto.kvferry.v1 import types_pb2
 from tests.support.fake_router import FakeRouter, start_fake_router
 from tests.support.workers import free_address, until
 
@@ -143,6 +144,28 @@ async def test_a_response_goes_on_at_another_router() -> None:
             pb.ResumedChoice(index=1, token_ids=[21], num_text_chars=1, finish=LENGTH),
         ],
     )
+
+
+async def test_a_router_is_told_which_log_probabilities_of_the_prompt_came() -> None:
+    def scores(first: int, *logprobs: float) -> Step:
+        message = types_pb2.PromptLogprobs(token_index=first)
+        message.logprobs.extend(types_pb2.TokenLogprob(logprob=value) for value in logprobs)
+        return pb.GenerateResponse(prompt_logprobs=message)
+
+    echo = delta(0, text="x")
+    first = ScriptedRouter([started(), echo, scores(1, -0.5, -1.0), GONE])
+    second = ScriptedRouter([started(2), scores(3, -1.5), delta(0, 7), finish(1), COMPLETED])
+    async with connected(first, second) as client:
+        completion = await client.complete(GenerateOptions(prompt="x", prompt_logprobs=0, echo=True))
+    assert [one.logprob for one in completion.prompt_logprobs] == [-0.5, -1.0, -1.5]
+    assert completion.choices[0].text == "x"
+    (rest,) = second.requests
+    assert rest.resume.num_prompt_logprobs == 2
+    assert rest.resume.choices == [pb.ResumedChoice(index=0, num_text_chars=1)]
+    doubled = ScriptedRouter([started(), scores(1, -0.5), scores(1, -0.5)])
+    async with connected(doubled) as client:
+        with pytest.raises(DataLoss, match="prompt token 1 "):
+            await client.complete(GenerateOptions(prompt="x", prompt_logprobs=0))
 
 
 async def test_a_resume_is_resumed_as_often_as_there_is_progress() -> None:

@@ -6,6 +6,7 @@ from engine.forward_batch import Candidate
 from engine.outputs import (
     CandidatesFound,
     ChunkComputed,
+    PromptScored,
     SequenceFailed,
     SequenceRestored,
     SequenceStarted,
@@ -22,6 +23,7 @@ from prefill_svc.task import (
     ReportDone,
     ReportFirstToken,
     ReportPromptComputed,
+    ReportPromptLogprobs,
     ShipFirstTokens,
     ShipRestored,
     ShipTokens,
@@ -40,6 +42,14 @@ def test_blocks_leave_with_every_chunk_and_the_first_token_commits() -> None:
     assert not task.is_over
     assert task.on_shipped(summary) == [ReportDone(summary)]
     assert task.is_over
+
+
+def test_log_probabilities_of_the_prompt_are_told_as_they_come() -> None:
+    task, logprobs = PrefillTask(has_target=True, received_ns=0), (TokenLogprob(5, -1.0, 2), TokenLogprob(6, -0.5, 1))
+    task.on_output(SequenceStarted("a", 0, at_ns=0))
+    assert task.on_output(PromptScored("a", 3, logprobs)) == [ReportPromptLogprobs(3, logprobs)]
+    task.on_failed(Internal("x"))
+    assert task.on_output(PromptScored("a", 5, logprobs)) == []
 
 
 def test_without_a_target_nothing_is_shipped() -> None:

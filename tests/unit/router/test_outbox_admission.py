@@ -9,6 +9,7 @@ import pytest
 from kvferry.errors import ResourceExhausted, Unavailable
 from kvferry.retry_budget import RETRY_BURST, RetryBudget
 from proto.kvferry.v1 import inference_pb2 as pb
+from proto.kvferry.v1 import types_pb2
 from router.admission import Admission
 from router.outbox import MAX_MERGED_TOKENS, Outbox, beating
 from tests.support.workers import until
@@ -34,6 +35,14 @@ async def test_deltas_that_wait_are_merged_in_order() -> None:
         None,
     ]
     assert kinds[1] == delta(0, 5, 6, text="ab")
+
+
+async def test_no_token_slips_before_the_log_probabilities_of_the_prompt() -> None:
+    """Into the text of an echoed prompt that still waits."""
+    outbox, scores = Outbox(), pb.GenerateResponse(prompt_logprobs=types_pb2.PromptLogprobs(token_index=1))
+    for message in (delta(0, text="prompt"), scores, delta(0, 5, text="a"), delta(1, 6, text="b")):
+        outbox.put(message)
+    assert outbox.take_all() == [delta(0, text="prompt"), scores, delta(0, 5, 6, text="ab")]
 
 
 async def test_deltas_of_choices_are_merged_each_for_itself() -> None:

@@ -21,6 +21,8 @@ from router.ledger import RequestLedger
 from router.outbox import Outbox
 from router.request_output import RequestOutput
 from router.resume import prompt_digest
+from router.text.detokenizer import decode
+from router.text.echo import PIECE_CHARS, EchoedPrompt
 from router.text.token_bytes import TokenBytes
 from router.validation import Limits, validate
 from tests.support.fake_workers import FakeNetwork, Point
@@ -73,7 +75,7 @@ class Seen:
 class Plane:
     """The text plane of one router for a request of one choice, and a worker that makes the given tokens."""
 
-    def __init__(self, message: pb.GenerateRequest) -> None:
+    def __init__(self, message: pb.GenerateRequest, echo: EchoedPrompt | None = None) -> None:
         request = validate(message, LIMITS, lambda: 0)
         self.outbox = Outbox()
         self._sampling = request.sampling_params(message.stopping.max_tokens, [EOS])
@@ -82,10 +84,11 @@ class Plane:
             self._sampling,
             num_prompt_tokens=3,
             token_bytes=TABLE,
+            echo=echo,
             outbox=self.outbox,
             ledger=RequestLedger(),
         )
-        self._output.restore()
+        self._output.begin()
 
     def make(self, token_ids: Sequence[int], seen: Seen, lengths: list[int] | None = None) -> None:
         """From where the output is; `lengths` takes the length of the text behind every token."""
@@ -117,11 +120,16 @@ def cut_request(whole: pb.GenerateRequest, token_ids: Sequence[int], num_chars: 
     includes_stop=st.booleans(),
     min_tokens=st.integers(0, 4),
     ignores_eos=st.booleans(),
+    echoed=st.lists(st.sampled_from(PIECES), max_size=4),
 )
 def test_text_and_tokens_go_on_exactly_at_every_cut(
-    token_ids: list[int], stops: list[str], includes_stop: bool, min_tokens: int, ignores_eos: bool
+    token_ids: list[int], stops: list[str], includes_stop: bool, min_tokens: int, ignores_eos: bool, echoed: list[int]
 ) -> None:
-    """A client may have any part of the text that its tokens show; an end may be lost alone or with text held back."""
+    """A client may have any part of the text that its tokens show; an end may be lost alone or with text held back.
+
+    Before it any part of an echoed prompt, which may end in half a character.
+    """
+    echo = EchoedPrompt.of_tokens(echoed, TABLE, skip_special_tokens=True) if echoed else None
     stopping = pb.StoppingOptions(
         max_tokens=len(token_ids),
         min_tokens=min(min_tokens, len(token_ids)),
@@ -130,14 +138,42 @@ def test_text_and_tokens_go_on_exactly_at_every_cut(
         ignore_eos=ignores_eos,
     )
     whole = pb.GenerateRequest(text="x", sampling=pb.SamplingOptions(seed=1), stopping=stopping)
-    uncut, lengths = Seen(), [0]
-    Plane(whole).make(token_ids, uncut, lengths)
+    uncut, lengths = Seen(), [0 if echo is None else len(echo.text)]
+    Plane(whole, echo).make(token_ids, uncut, lengths)
+    assert uncut.text.startswith("" if echo is None else echo.text)
     lengths[-1] = len(uncut.text)
     for num_tokens, most_chars in enumerate(lengths):
         for num_chars in range(most_chars + 1):
             seen = Seen(uncut.token_ids[:num_tokens], uncut.text[:num_chars])
-            Plane(cut_request(whole, seen.token_ids, num_chars)).make(token_ids, seen)
+            Plane(cut_request(whole, seen.token_ids, num_chars), echo).make(token_ids, seen)
             assert seen == uncut, f"cut behind {num_tokens} tokens and {num_chars} characters"
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    echoed=st.lists(st.sampled_from(PIECES), min_size=1, max_size=6),
+    token_ids=st.lists(st.sampled_from(PIECES), min_size=1, max_size=6),
+)
+def test_an_echoed_prompt_and_the_output_are_one_text(echoed: list[int], token_ids: list[int]) -> None:
+    """Also where a character is cut by the border; a stop string in the prompt ends nothing."""
+    echo = EchoedPrompt.of_tokens(echoed, TABLE, skip_special_tokens=True)
+    stop = decode(TABLE, echoed)[-1:]
+    stopping = pb.StoppingOptions(max_tokens=len(token_ids), stop=[stop] if stop in "abc " else [])
+    seen = Seen()
+    Plane(pb.GenerateRequest(text="x", stopping=stopping), echo).make(token_ids, seen)
+    whole = decode(TABLE, [*echoed, *token_ids])
+    assert seen.text.startswith(echo.text) and whole.startswith(seen.text)
+    if stopping.stop:
+        assert stop not in seen.text[len(echo.text) :]
+    else:
+        assert seen.text == whole
+
+
+def test_a_long_echo_comes_in_messages_of_bounded_size() -> None:
+    text = "é" * (2 * PIECE_CHARS + 5)
+    plane = Plane(pb.GenerateRequest(text="x"), EchoedPrompt(text))
+    pieces = [message.delta.text for message in plane.outbox.take_all()]
+    assert "".join(pieces) == text and max(map(len, pieces)) == PIECE_CHARS
 
 
 # --- through a router ---

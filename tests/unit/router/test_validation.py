@@ -218,6 +218,22 @@ BAD: list[tuple[dict[str, Any], type[KvferryError], str]] = [
     ({"text": "a", "response": {"logprob_token_ids": range(129)}}, InvalidArgument, "response.logprob_token_ids"),
     ({"text": "a", "response": {"logprobs": 1, "logprob_token_ids": [1]}}, InvalidArgument, "cannot be combined"),
     ({"text": "a", "beam_search": {"width": 2}, "response": {"logprobs": 0}}, InvalidArgument, "cannot be combined"),
+    ({"text": "a", "response": {"prompt_logprobs": 21}}, InvalidArgument, "response.prompt_logprobs: 21 .* 20"),
+    (
+        {"text": "a", "beam_search": {"width": 2}, "response": {"prompt_logprobs": 0}},
+        InvalidArgument,
+        "response.prompt_logprobs: cannot be combined",
+    ),
+    ({"text": "a", "response": {"echo": True, "text": False}}, InvalidArgument, "response.echo.*response.text"),
+    (
+        {"chat": {"messages": [{"role": "user", "content": "x"}]}, "response": {"echo": True}},
+        InvalidArgument,
+        "response.echo: .* chat",
+    ),
+    *(
+        ({"text": "a", "truncate_prompt_tokens": value}, InvalidArgument, f"truncate_prompt_tokens: {value} .* 63")
+        for value in (0, 64, 1 << 31)
+    ),
     ({"text": "a", "cache": {"cache_salt": "x" * 257}}, InvalidArgument, "cache_salt.*256"),
     ({"text": "a", "cache": {"shared_salt": "x" * 257}}, InvalidArgument, "shared_salt.*256"),
     ({"text": "a", "tenant": "other"}, PermissionDenied, "tenant"),
