@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import openai
 import pytest
 
 from kvferry.sampling import BeamParams, Finish, FinishKind
 from kvferry.wire import finish_to_pb
 from proto.kvferry.v1 import worker_pb2
 from tests.support.fake_workers import FakeNetwork
+from tests.support.workers import until
 from tests.unit.router.openai_gateway.conftest import EOS, OUTPUT, StartGateway
 
 
@@ -78,12 +82,15 @@ async def test_several_prompts_are_numbered_through_with_their_choices(
         assert {call.spec.token_ids for call in network.calls} == {(5,), (6, 7)}
 
 
-async def test_a_prompt_that_fails_ends_the_others(start_gateway: StartGateway) -> None:
+@pytest.mark.parametrize("long", ["a b " * 600, [100_000]], ids=["once it is tokenised", "at once"])
+async def test_a_prompt_that_fails_ends_the_others(start_gateway: StartGateway, long: str | list[int]) -> None:
+    """And no response began for the one that could have."""
     async with start_gateway() as gateway:
-        with pytest.raises(Exception, match="vocabulary"):
-            await gateway.openai.completions.create(model="tiny", prompt=[[5], [100_000]], stream=True)
+        prompts: Any = ["A", long] if isinstance(long, str) else [[5], long]
+        with pytest.raises(openai.BadRequestError, match=r"fit the context|vocabulary"):
+            await gateway.openai.completions.create(model="tiny", prompt=prompts, stream=True, max_tokens=2)
         await gateway.network.all_ended()
-        assert gateway.router.app.serving.num_running == 0
+        await until(lambda: gateway.router.app.serving.num_running == 0)
 
 
 async def test_stop_strings_end_the_text_and_are_told(start_gateway: StartGateway) -> None:

@@ -142,6 +142,7 @@ async def test_every_field_with_odd_values_is_served_or_a_bad_request(
         ("/v1/completions", "response_format", {"type": "json_schema"}, "response_format"),
         ("/v1/completions", "unknown", None, "unknown"),
         ("/v1/completions", "request_id", "a\nb", "request_id"),
+        ("/v1/completions", "user", "a" * 257, "user"),
         ("/v1/chat/completions", "messages", [], "messages"),
         ("/v1/chat/completions", "messages", None, "messages"),
         ("/v1/chat/completions", "messages", [{"role": "user"}], "messages[0].content"),
@@ -230,7 +231,8 @@ async def test_models_and_aliases_are_listed(start_gateway: StartGateway, model_
         assert (await gateway.openai.models.retrieve("default")).id == "default"
         async with httpx.AsyncClient(base_url=gateway.url) as http:
             assert (await http.get("/v1/models/org/big")).json()["id"] == "org/big"
-            fault_in(await http.get("/v1/models/none"), 404)
+            for unknown in ("none", ""):
+                assert fault_in(await http.get(f"/v1/models/{unknown}"), 404)["param"] == "model"
         by_alias = await gateway.openai.completions.create(model="default", prompt="AB", max_tokens=1)
         assert by_alias.model == "tiny"
 
