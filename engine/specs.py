@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from engine.constraint import Constraint
 from engine.core import EngineCore
 from engine.sequence import Priority, Sequence
 from kvferry.spec import SequenceSpec
 
 
 def sequence_from_spec(
-    spec: SequenceSpec, core: EngineCore, *, arrival: int, hold_after_prefill: bool = False
+    spec: SequenceSpec,
+    core: EngineCore,
+    *,
+    arrival: int,
+    hold_after_prefill: bool = False,
+    constraint: Constraint | None = None,
 ) -> Sequence:
-    """A sequence for `core`; `arrival` orders sequences of one tier and deadline."""
+    """A sequence for `core`; `arrival` orders sequences of one tier and deadline.
+
+    `constraint`: opened for it where its sampling has a grammar.
+    """
+    assert (constraint is None) == (not spec.sampling.grammar)
     return Sequence(
         spec.id.seq_id,
         spec.token_ids,
@@ -26,4 +36,5 @@ def sequence_from_spec(
         num_choices=spec.num_choices,
         beam=spec.beam,
         tenant=spec.tenant,
+        constraint=constraint,
     )
