@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -121,8 +121,23 @@ class _Tokens:
         num_ids = max([len(content["model"]["vocab"]), vocab_size, *(token["id"] + 1 for token in added)])
         self.eos_token_ids = eos_token_ids
         self.special_token_ids = tuple(token["id"] for token in added if token["special"])
-        content["added_tokens"] = [token for token in added if not token["special"]]
+        _rename_special(content)
         self.table = LLTokenizer(json.dumps(content), n_vocab=num_ids, eos_token=list(eos_token_ids))
+
+
+def _rename_special(tokenizer: dict[str, Any]) -> None:
+    """Gives special tokens names that no text has: where the library knows what comes next, it tokenises that text."""
+    model = tokenizer["model"]
+    names = {}
+    for token in tokenizer["added_tokens"]:
+        if token["special"]:
+            names[token["content"]] = token["content"] = f"\ue000{token['id']}\ue001"
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(text, text): token_id for text, token_id in model["vocab"].items()}
+    else:
+        model["vocab"] = [[names.get(text, text), score] for text, score in model["vocab"]]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
 
 
 def reason_of(matcher: LLMatcher) -> str:
