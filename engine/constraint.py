@@ -58,7 +58,7 @@ class Constraint:
         assert self._num_read <= len(output), "the output has become shorter"
         new = list(output[self._num_read :])
         if new and not self._matcher.consume_tokens(new):
-            raise OutputRefused(f"the output does not follow the grammar: {reason_of(self._matcher)}")
+            raise OutputRefused(f"the grammar leads no further: {reason_of(self._matcher)}")
         self._num_read = len(output)
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():

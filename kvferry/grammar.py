@@ -141,9 +141,11 @@ def _rename_special(tokenizer: dict[str, Any]) -> None:
 
 
 def reason_of(matcher: LLMatcher) -> str:
-    """Why a matcher is in its error state, for people."""
+    """Why a matcher is in its error state, for people; nothing of the output."""
     if matcher.stop_reason() == "InternalError" and matcher.get_error().startswith("NoExtension"):
         return "no output can match it"
+    if "doesn't satisfy the grammar" in matcher.get_error():
+        return "the output so far does not match it"  # the library's words quote the token
     return matcher.get_error().removesuffix("<non-verbose/>").strip()[:MAX_REASON_CHARS]
 
 

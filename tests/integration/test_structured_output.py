@@ -97,6 +97,7 @@ def ids(answers: list[list[Choice]]) -> list[list[list[int]]]:
     return [[choice.token_ids for choice in choices] for choices in answers]
 
 
+@pytest.mark.timeout(400)
 async def test_a_hundred_outputs_of_a_hundred_are_right_and_the_same_split_and_in_one_process(config: Config) -> None:
     answers = []
     for num_prefill in (1, 0):
@@ -135,11 +136,11 @@ async def test_greedy_and_cut_outputs_begin_rightly_and_are_no_error(config: Con
 
 
 async def test_preempted_sequences_go_on_in_their_grammar(config: Config) -> None:
-    quiet, small = config, config.replace("engine", num_blocks=48, block_size=16)
+    quiet, small = config, config.replace("engine", num_blocks=24)
     answers = []
     for one in (quiet, small):
         async with running_deployment(one, num_prefill=0) as deployment:
-            answers.append(await choices_of(deployment.client, range(12), max_tokens=300))
+            answers.append(await choices_of(deployment.client, range(0, 36, 3), max_tokens=300))
             (decode,) = deployment.decode
             num_preempted = decode.role.load().num_recompute_preemptions + decode.role.load().num_swap_preemptions
     assert num_preempted > 0
@@ -147,6 +148,7 @@ async def test_preempted_sequences_go_on_in_their_grammar(config: Config) -> Non
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(400)
 async def test_a_killed_decode_worker_changes_no_output(tmp_path: Path, config: Config) -> None:
     async with running_deployment(config) as deployment:
         quiet = await choices_of(deployment.client, range(9))
@@ -187,7 +189,7 @@ def chained(levels: int) -> dict[str, Any]:
 def hostile() -> list[dict[str, Any]]:
     """Schemas, patterns and grammars made to cost as much as they can."""
     schemas: list[dict[str, Any]] = [
-        *(nested(levels) for levels in (20, 100, 120, 2_000)),
+        *(nested(levels) for levels in (20, 100, 120, 300)),
         *(nested(levels, "anyOf") for levels in (30, 60)),
         *(doubling(30, combine) for combine in ("anyOf", "allOf", "oneOf")),
         chained(1_500),
@@ -214,7 +216,11 @@ def hostile() -> list[dict[str, Any]]:
         "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(40)) + '\nr40: "a"',
         'start: start start | start start start | "a" | ""',
         "start: " + "a? " * 9_000 + '\na: "x"',
-        "start: " + " ".join(f"(a{i}|b)*" for i in range(900)) + "\n" + "\n".join(f'a{i}:"x"b' for i in range(900)),
+        "start: "
+        + " ".join(f"(a{i}|b)*" for i in range(900))
+        + "\n"
+        + "\n".join(f'a{i}:"x"b' for i in range(900))
+        + '\nb: "x"',
         'start: a{1000}\na: b{1000}\nb: c{1000}\nc: "x"',
         "start: T\nT: " + " & ".join(f"/(.*{letter}){{10}}/" for letter in "abcdefghijklmnop"),
         "start: T\nT: ~/(.*a){30}/",
@@ -222,11 +228,13 @@ def hostile() -> list[dict[str, Any]]:
     ]
     return [
         *({"json_schema": json.dumps(schema)} for schema in schemas),
+        {"json_schema": '{"items":' * 5_000 + "{}" + "}" * 5_000},
         *({"regex": pattern} for pattern in patterns),
         *({"grammar": grammar} for grammar in grammars),
     ]
 
 
+@pytest.mark.timeout(400)
 async def test_hostile_constraints_fail_or_serve_and_leave_others_alone(config: Config) -> None:
     """Each by itself, in company of requests whose output must not change."""
     fields = hostile()

@@ -135,7 +135,7 @@ def test_forks_go_their_own_ways_and_a_new_constraint_catches_up() -> None:
     assert one.allowed([a, b, b], VOCAB)[a] and other.allowed([a, a], VOCAB)[b]
     late = constraint(LLMatcher.grammar_from_regex("[ab]{6}"))
     assert (late.allowed([a, a, b], VOCAB) == other.allowed([a, a, b], VOCAB)).all()
-    with pytest.raises(OutputRefused, match="does not follow the grammar"):
+    with pytest.raises(OutputRefused, match="the output so far does not match it"):
         late.allowed([a, a, b, TOKENIZER.token_to_id("c")], VOCAB)
 
 
@@ -195,4 +195,4 @@ def test_a_row_without_a_token_or_with_a_foreign_output_fails_alone_and_for_good
     results = sample_rows(torch.zeros(3, VOCAB), [free, stuck, foreign])
     assert results[0].token_id == 0
     assert (results[1].error, results[1].is_final) == ("every token is banned at position 3", True)
-    assert results[2].is_final and "does not follow the grammar" in (results[2].error or "")
+    assert results[2].is_final and "the output so far does not match it" in (results[2].error or "")
