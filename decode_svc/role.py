@@ -13,7 +13,7 @@ from decode_svc.service import DecodeServicer
 from engine.block_feed import EngineBlockFeed
 from engine.mailboxes import Mailboxes
 from engine.memory_admin import EngineMemoryAdmin
-from engine.opening import open_core, open_loop
+from engine.opening import open_constraints, open_core, open_loop
 from kvferry.block_changes import BlockFeed
 from kvferry.spec import SequenceSpec
 from kvferry.wire import load_to_pb
@@ -36,6 +36,7 @@ class DecodeRole:
         self.core = open_core(context.config, digests=True)
         self.core.step_log = context.step_log
         self.admission = DecodeAdmission(self.core)
+        self._constraints = open_constraints(context.config, self.core)
         mailboxes = Mailboxes()
         self.engine = open_loop(
             self.core,
@@ -47,6 +48,7 @@ class DecodeRole:
         self.blocks: BlockFeed = EngineBlockFeed(self.engine)
         self.servicer = DecodeServicer(
             self.engine,
+            self._constraints,
             self.admission,
             mailboxes,
             context.identity,
@@ -55,7 +57,9 @@ class DecodeRole:
             context.telemetry,
             self.is_alive,
         )
-        self.move_servicer = open_prefill_servicer(context, self.engine, mailboxes, self._admit_move, self.is_alive)
+        self.move_servicer = open_prefill_servicer(
+            context, self.engine, self._constraints, mailboxes, self._admit_move, self.is_alive
+        )
         self._moves = context.moves
         transfer = context.config.transfer
         self.ship_servicer = ShipServicer(
@@ -102,4 +106,5 @@ class DecodeRole:
 
     async def close(self) -> None:
         self.engine.stop()
+        self._constraints.close()
         await self.move_servicer.close()

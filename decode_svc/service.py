@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from decode_svc.admission import DecodeAdmission
 from decode_svc.attempt import DecodeAttempt
 from decode_svc.report import DecodeReporter
+from engine.constraint import Constraint, Constraints
 from engine.loop import EngineLoop
 from engine.mailboxes import Mailboxes
 from engine.outputs import GrantMade
@@ -55,6 +56,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
 
     Args:
         engine: the step loop.
+        constraints: opens those of the calls.
         admission: registrations and grants; touched on the engine's thread only.
         mailboxes: where the engine's outputs arrive.
         identity: who this is.
@@ -67,6 +69,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
     def __init__(
         self,
         engine: EngineLoop,
+        constraints: Constraints,
         admission: DecodeAdmission,
         mailboxes: Mailboxes,
         identity: WorkerIdentity,
@@ -76,6 +79,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
         is_alive: Callable[[], bool],
     ) -> None:
         self._engine = engine
+        self._constraints = constraints
         self._admission = admission
         self._mailboxes = mailboxes
         self._identity = identity
@@ -106,12 +110,13 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
         received_ns = time.time_ns()
         start = await self._read_start(context)
         timeout_s, spec = start.progress_timeout_s, spec_from_pb(start.sequence)
+        constraint = await self._constraints.open(spec.sampling)
         keeps_blocks = start.min_moved_tokens > 0 and self._leaves_blocks(spec)
         async with (
             HeartbeatWriter(
                 context.write, self._heartbeat, interval_s=timeout_s / 3, stall_timeout_s=timeout_s, peer="the router"
             ) as writer,
-            self._registered(spec, is_local=start.local_prefill) as attempt,
+            self._registered(spec, constraint, is_local=start.local_prefill) as attempt,
         ):
             registered = worker_pb2.Registered(
                 epoch=self._identity.epoch, ship_address=self.ship_address, keeps_blocks=keeps_blocks
@@ -153,7 +158,9 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
         return worker_pb2.DecodeResponse(heartbeat=worker_pb2.Heartbeat())
 
     @asynccontextmanager
-    async def _registered(self, spec: SequenceSpec, *, is_local: bool) -> AsyncIterator[DecodeAttempt]:
+    async def _registered(
+        self, spec: SequenceSpec, constraint: Constraint | None, *, is_local: bool
+    ) -> AsyncIterator[DecodeAttempt]:
         """The attempt in the books for the length of the block."""
         if spec.id in self._attempts:
             raise FailedPrecondition(f"attempt {spec.id.seq_id} is registered already")
@@ -170,7 +177,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
             self._telemetry,
         )
         self._attempts[spec.id] = attempt
-        sequence = sequence_from_spec(spec, self._engine.core, arrival=arrival)
+        sequence = sequence_from_spec(spec, self._engine.core, arrival=arrival, constraint=constraint)
         try:
             if is_local:
                 await self._engine.run(lambda core: core.add(sequence))

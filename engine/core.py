@@ -53,7 +53,7 @@ from engine.sequence import Sequence, SequenceStatus
 from engine.swap_space import SwapSpace
 from kvferry.block_digest import block_digest
 from kvferry.block_hash import hash_root
-from kvferry.errors import FailedPrecondition, Internal, InvalidArgument, ResourceExhausted
+from kvferry.errors import FailedPrecondition, Internal, InvalidArgument, KvferryError, ResourceExhausted
 from kvferry.sampling import TokenLogprob
 from kvferry.stats import EngineStats, HitCounter, MemoryCounters
 from kvferry.step_log import NoStepLog, StepLog
@@ -402,6 +402,7 @@ class EngineCore:
                 num_choices=sequence.num_choices,
                 num_candidates=self._search_of(sequence).num_candidates if sequence.beam is not None else 0,
                 token_ids=sequence.token_ids,
+                constraint=sequence.constraint,
             )
         return SequenceSlice(
             seq_id=sequence.seq_id,
@@ -423,7 +424,8 @@ class EngineCore:
         if sequence.status is SequenceStatus.FINISHED:
             return []  # another choice or beam of the attempt failed in this very step
         if result is not None and result.error is not None:
-            return self._failed(sequence, result.error)
+            error = FailedPrecondition(result.error) if result.is_final else Internal(result.error)
+            return self._failed(sequence, error)
         outputs: list[Output] = []
         is_prefill = sequence.num_computed_tokens < sequence.num_given_tokens
         sequence.num_computed_tokens += chunk.num_tokens
@@ -488,13 +490,13 @@ class EngineCore:
         sequence.hold.restore()
         return SequenceRestored(sequence.owner_id, at_ns)
 
-    def _failed(self, sequence: Sequence, message: str) -> list[Output]:
+    def _failed(self, sequence: Sequence, error: KvferryError) -> list[Output]:
         """One choice that cannot go on fails its attempt."""
         if sequence.hold_after_prefill:
             self.scheduler.hold(sequence)
         else:
             self.remove(sequence.owner_id)
-        return [SequenceFailed(sequence.owner_id, Internal(message))]
+        return [SequenceFailed(sequence.owner_id, error)]
 
     # -- beams ----------------------------------------------------------------------------------------------------
 

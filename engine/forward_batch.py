@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from engine.constraint import Constraint
 from kvferry.sampling import SamplingParams, TokenLogprob
 
 OnKvWritten = Callable[[], None]
@@ -27,6 +28,7 @@ class SampleRequest:
         num_choices: choices that get a token each from these logits, `choice` being the first.
         num_candidates: nothing is sampled; this many most likely tokens are wanted, for beam search.
         token_ids: prompt and output before it, for rules that count them; the sequence's own list, not a copy.
+        constraint: the grammar that the output follows; None where it is free.
     """
 
     sampling: SamplingParams
@@ -36,6 +38,7 @@ class SampleRequest:
     num_choices: int = 1
     num_candidates: int = 0
     token_ids: Sequence[int] = ()
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +105,13 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a slice asked for, or why this one sequence could not get it (non-finite logits).
+    """What a slice asked for, or why this one sequence could not get it (non-finite logits, no token allowed).
 
     Attributes:
         token_id: the sampled token; of the first choice where there are several. None on an error, for candidates, and
             where only log-probabilities were asked for.
         error: for people.
+        is_final: the error would come again on any worker.
         logprob: of `token_id`, where `sampling.logprobs` asks for it.
         others: tokens of the further choices, in order.
         candidates: most likely tokens, best first, lower ids first among equals.
@@ -119,6 +123,7 @@ class Sampled:
     logprob: TokenLogprob | None = None
     others: tuple[SampledToken, ...] = ()
     candidates: tuple[Candidate, ...] = ()
+    is_final: bool = False
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
     def joined(self, sampled: Sampled | None) -> Sampled:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from engine.constraint import Constraints
 from engine.core import EngineCore, EngineLimits
 from engine.local import generate
 from engine.loop import EngineLoop
@@ -18,6 +19,7 @@ from engine.outputs import Output
 from engine.preemption import PreemptionMode, PreemptionPolicy
 from engine.quotas import block_quotas
 from engine.runner import Runner, RunnerConfig, open_runner
+from engine.scripted import SCRIPT_FILE
 from engine.sequence import Sequence
 from engine.swap_space import SwapSpace
 from kvferry.config import Config
@@ -68,6 +70,13 @@ def open_core(config: Config, *, digests: bool = False) -> EngineCore:
     threading.Thread(target=_populate, args=(runner,), name="kvferry-populate", daemon=True).start()
     _log_pool(runner, limits)
     return EngineCore(runner, limits)
+
+
+def open_constraints(config: Config, core: EngineCore) -> Constraints:
+    """For the calls of a worker with this engine; nothing is read before the first grammar."""
+    assert config.model.path is not None, "the engine is open"
+    folder = Path(config.model.path)
+    return Constraints(folder, core.runner.vocab_size, has_logits=not (folder / SCRIPT_FILE).is_file())
 
 
 def _populate(runner: Runner) -> None:

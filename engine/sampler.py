@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.constraint import OutputRefused
 from engine.forward_batch import Candidate, Sampled, SampledToken, SampleRequest, ScoreRequest
 from engine.logit_rules import BANNED, Floats, apply_rules, changes_logits
 from kvferry.sampling import TokenLogprob
@@ -53,9 +54,12 @@ def _sample_choices(row: Tensor, request: SampleRequest) -> Sampled:
     """One token a choice. `row`: `[vocab_size]` float32."""
     values = row.double().numpy()
     if changes_logits(request):
-        apply_rules(values, request)
+        try:
+            apply_rules(values, request)
+        except OutputRefused as error:
+            return Sampled(None, f"{error}, at position {request.position}", is_final=True)
         if not np.isfinite(values.max()):
-            return Sampled(None, f"every token is banned at position {request.position}")
+            return Sampled(None, f"every token is banned at position {request.position}", is_final=True)
     choices = range(request.choice, request.choice + request.num_choices)
     return _with_logprobs([_sample_row(values.copy(), request, choice) for choice in choices], row, request)
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from engine.constraint import Constraint
 from engine.hold import Hold
 from kvferry.block_hash import hash_block
 from kvferry.sampling import BeamParams, SamplingParams
@@ -75,6 +76,7 @@ class Sequence:
         beam: BeamParams | None = None,
         tenant: str = "",
         scoring: PromptScoring | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
         self.seq_id = seq_id
         self.owner_id = owner_id or seq_id
@@ -86,6 +88,7 @@ class Sequence:
         self.gang: Gang | None = None  # the beams it is stepped with
         self.token_ids = list(token_ids)
         self.sampling = sampling
+        self.constraint = constraint  # the grammar that its output follows, its own
         self.num_prompt_tokens = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
         self.num_given_tokens = len(token_ids)  # known at arrival: prompt and, on a resume, earlier output
         self.priority = priority or Priority()
@@ -189,6 +192,7 @@ class Sequence:
             choice=choice,
             beam=self.beam,
             tenant=self.tenant,
+            constraint=None if self.constraint is None else self.constraint.fork(),
         )
         fork.num_given_tokens = self.num_given_tokens
         fork.gang = self.gang

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from engine.constraint import Constraint
 from engine.core import EngineCore
 from engine.sequence import Priority, Sequence
 from kvferry.spec import SequenceSpec
 
 
 def sequence_from_spec(
-    spec: SequenceSpec, core: EngineCore, *, arrival: int, hold_after_prefill: bool = False
+    spec: SequenceSpec,
+    core: EngineCore,
+    *,
+    arrival: int,
+    hold_after_prefill: bool = False,
+    constraint: Constraint | None = None,
 ) -> Sequence:
-    """A sequence for `core`; `arrival` orders sequences of one tier and deadline."""
+    """A sequence for `core`; `arrival` orders sequences of one tier and deadline.
+
+    `constraint`: opened for it where its sampling has a grammar.
+    """
+    assert (constraint is None) == (not spec.sampling.grammar)
     scoring = spec.prompt_scoring
     return Sequence(
         spec.id.seq_id,
@@ -28,4 +38,5 @@ def sequence_from_spec(
         beam=spec.beam,
         tenant=spec.tenant,
         scoring=scoring if scoring is not None and scoring.first_index < spec.num_prompt_tokens else None,
+        constraint=constraint,
     )

@@ -70,6 +70,11 @@ class GenerateOptions:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: Sequence[int] = ()
     bad_words: Sequence[str] = ()
+    json_schema: str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Sequence[str] = ()
+    grammar: str | None = None
     n: int | None = None
     best_of: int | None = None
     beam_width: int | None = None
@@ -106,6 +111,7 @@ class GenerateOptions:
         _update(request.sampling.logit_bias, "sampling.logit_bias", self.logit_bias)
         _extend(request.sampling.allowed_token_ids, "sampling.allowed_token_ids", self.allowed_token_ids)
         _extend(request.sampling.bad_words, "sampling.bad_words", self.bad_words)
+        _set_constraint(request, self)
         _set_beam_search(request, self)
         for name in _STOPPING_FIELDS:
             _set(request.stopping, f"stopping.{name}", getattr(self, name))
@@ -132,6 +138,7 @@ _SAMPLING_FIELDS = (
     "n",
     "best_of",
 )
+_CONSTRAINT_FIELDS = ("json_schema", "json_object", "regex", "grammar")
 _STOPPING_FIELDS = ("max_tokens", "min_tokens", "include_stop_str_in_output", "ignore_eos", "time_limit_s")
 _RESPONSE_FIELDS = ("logprobs", "prompt_logprobs", "echo", "skip_special_tokens")
 _CACHE_FIELDS = ("bypass_prefix_cache", "cache_salt", "shared_salt")
@@ -176,6 +183,17 @@ def _set_prompt(request: inference_pb2.GenerateRequest | cache_pb2.PinPrefixRequ
     else:
         request.token_ids.SetInParent()
         _extend(request.token_ids.ids, "prompt.token_ids", prompt)
+
+
+def _set_constraint(request: inference_pb2.GenerateRequest, options: GenerateOptions) -> None:
+    """At most one: the last would silently win."""
+    named = [name for name in (*_CONSTRAINT_FIELDS, "choice") if getattr(options, name) not in (None, ())]
+    if len(named) > 1:
+        raise InvalidArgument(named[1], f"cannot be combined with {named[0]}")
+    for name in _CONSTRAINT_FIELDS:
+        _set(request, name, getattr(options, name))
+    if options.choice:
+        _extend(request.choice.choices, "choice", options.choice)
 
 
 def _set_beam_search(request: inference_pb2.GenerateRequest, options: GenerateOptions) -> None:

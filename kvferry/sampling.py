@@ -78,6 +78,7 @@ class SamplingParams:
         num_top_logprobs: with `logprobs`, report those of so many most likely tokens, too.
         logprob_token_ids: with `logprobs`, report those of these tokens, too, instead of the most likely ones'.
         rules: penalties, bias and bans.
+        grammar: what the output has to match (`kvferry/grammar.py`); empty where it is free.
     """
 
     max_tokens: int
@@ -94,6 +95,7 @@ class SamplingParams:
     num_top_logprobs: int = 0
     logprob_token_ids: tuple[int, ...] = ()
     rules: LogitRules = NO_RULES
+    grammar: str = ""
 
     @property
     def is_greedy(self) -> bool:

@@ -109,6 +109,7 @@ def sampling_to_pb(sampling: SamplingParams) -> worker_pb2.EffectiveSampling:
         num_top_logprobs=sampling.num_top_logprobs,
         logprob_token_ids=sampling.logprob_token_ids,
         rules=None if sampling.rules == NO_RULES else _rules_to_pb(sampling.rules),
+        grammar=sampling.grammar,
     )
 
 
@@ -144,6 +145,8 @@ def sampling_from_pb(message: worker_pb2.EffectiveSampling) -> SamplingParams:
     """Raises InvalidArgument when max_tokens is 0, or for rules that no sampler could apply."""
     if message.max_tokens < 1:
         raise InvalidArgument("sampling.max_tokens", "must be at least 1")
+    if message.grammar and not message.eos_token_ids:
+        raise InvalidArgument("sampling.grammar", "needs an end-of-sequence id")
     return SamplingParams(
         max_tokens=message.max_tokens,
         temperature=message.temperature,
@@ -159,6 +162,7 @@ def sampling_from_pb(message: worker_pb2.EffectiveSampling) -> SamplingParams:
         num_top_logprobs=message.num_top_logprobs,
         logprob_token_ids=tuple(message.logprob_token_ids),
         rules=_rules_from_pb(message.rules) if message.HasField("rules") else NO_RULES,
+        grammar=message.grammar,
     )
 
 
@@ -259,6 +263,8 @@ def spec_from_pb(message: worker_pb2.SequenceSpec) -> SequenceSpec:
         )
     if message.num_choices > MAX_CHOICES:
         raise InvalidArgument("sequence.num_choices", f"must be at most {MAX_CHOICES}, got {message.num_choices}")
+    if message.HasField("beam") and message.sampling.grammar:
+        raise InvalidArgument("sequence.beam", "cannot be combined with sampling.grammar")
     return SequenceSpec(
         id=attempt_from_pb(message.id),
         token_ids=tuple(message.token_ids),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from engine.constraint import Constraints
 from engine.loop import EngineLoop
 from engine.mailboxes import Mailboxes
 from kvferry.spec import SequenceSpec
@@ -20,6 +21,7 @@ from prefill_svc.service import PrefillServicer
 def open_prefill_servicer(
     context: WorkerContext,
     engine: EngineLoop,
+    constraints: Constraints,
     mailboxes: Mailboxes,
     admit: Callable[[SequenceSpec], None],
     is_alive: Callable[[], bool],
@@ -45,4 +47,4 @@ def open_prefill_servicer(
         is_alive=is_alive,
         faults=Faults((*faults_of(context.config.faults).faults, *faults.faults)),
     )
-    return PrefillServicer(engine, mailboxes, peers, admit, context.telemetry, options, is_alive)
+    return PrefillServicer(engine, constraints, mailboxes, peers, admit, context.telemetry, options, is_alive)

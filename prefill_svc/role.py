@@ -7,7 +7,7 @@ import grpc.aio
 from engine.block_feed import EngineBlockFeed
 from engine.mailboxes import Mailboxes
 from engine.memory_admin import EngineMemoryAdmin
-from engine.opening import open_core, open_loop
+from engine.opening import open_constraints, open_core, open_loop
 from kvferry.block_changes import BlockFeed
 from kvferry.spec import SequenceSpec
 from kvferry.wire import load_to_pb
@@ -27,11 +27,14 @@ class PrefillRole:
         self._config = context.config
         self.core = open_core(context.config, digests=True)
         self.core.step_log = context.step_log
+        self._constraints = open_constraints(context.config, self.core)
         mailboxes = Mailboxes()
         self.engine = open_loop(self.core, mailboxes.deliver, kill_at_step=context.config.faults.kill_prefill_at_step)
         self.memory = EngineMemoryAdmin(self.engine)
         self.blocks: BlockFeed = EngineBlockFeed(self.engine)
-        self.servicer = open_prefill_servicer(context, self.engine, mailboxes, self._admit, self.is_alive, faults)
+        self.servicer = open_prefill_servicer(
+            context, self.engine, self._constraints, mailboxes, self._admit, self.is_alive, faults
+        )
 
     def _admit(self, _: SequenceSpec) -> None:
         self._context.state.check_admits(self._context.identity)
@@ -60,4 +63,5 @@ class PrefillRole:
 
     async def close(self) -> None:
         self.engine.stop()
+        self._constraints.close()
         await self.servicer.close()

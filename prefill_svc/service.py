@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from opentelemetry.trace import Span
 
+from engine.constraint import Constraint, Constraints
 from engine.loop import EngineLoop
 from engine.mailboxes import Mailboxes
 from engine.outputs import ChunkComputed, Output, SequenceStarted
@@ -99,6 +100,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
 
     Args:
         engine: the step loop; its scheduler preempts no sequence that is held, or will be.
+        constraints: opens those of the calls.
         mailboxes: where the engine's outputs arrive.
         peers: channels to decode workers.
         admit: raises what keeps this worker from taking an attempt.
@@ -110,6 +112,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
     def __init__(
         self,
         engine: EngineLoop,
+        constraints: Constraints,
         mailboxes: Mailboxes,
         peers: DecodePeers,
         admit: Callable[[SequenceSpec], None],
@@ -118,6 +121,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
         is_alive: Callable[[], bool],
     ) -> None:
         self.engine = engine
+        self.constraints = constraints
         self.mailboxes = mailboxes
         self.peers = peers
         self.admit = admit
@@ -141,8 +145,9 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
         check_progress_timeout("progress_timeout_s", timeout_s)
         spec = spec_from_pb(request.sequence)
         target = _target_of(request, spec)
+        constraint = await self.constraints.open(spec.sampling)
         self.admit(spec)
-        async with self._queued(spec, hold=target is not None) as sequence:
+        async with self._queued(spec, constraint, hold=target is not None) as sequence:
             run = _PrefillRun(self, spec, sequence, target, timeout_s)
             async with HeartbeatWriter(
                 context.write, run.heartbeat, interval_s=timeout_s / 3, stall_timeout_s=timeout_s, peer="the router"
@@ -154,14 +159,18 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
         await self.peers.close()
 
     @asynccontextmanager
-    async def _queued(self, spec: SequenceSpec, *, hold: bool) -> AsyncIterator[Sequence]:
+    async def _queued(
+        self, spec: SequenceSpec, constraint: Constraint | None, *, hold: bool
+    ) -> AsyncIterator[Sequence]:
         """The sequence in the engine for the length of the block."""
         if spec.id in self._running:
             raise FailedPrecondition(f"attempt {spec.id.seq_id} is running already")
         self._running.add(spec.id)
         self._num_arrived += 1
         core = self.engine.core
-        sequence = sequence_from_spec(spec, core, arrival=self._num_arrived, hold_after_prefill=hold)
+        sequence = sequence_from_spec(
+            spec, core, arrival=self._num_arrived, hold_after_prefill=hold, constraint=constraint
+        )
         try:
             core.check_fits(sequence)  # before hashing, which takes long where a prompt is far too long
             sequence.block_hashes(sequence.num_tokens // core.layout.block_size, core.layout.block_size)  # unshared

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 from kvferry.errors import InvalidArgument, NotFound, PermissionDenied, ResourceExhausted, UnsupportedField
@@ -17,6 +18,7 @@ from kvferry.kv_layout import KvLayout, num_beam_blocks
 from kvferry.sampling import GREEDY_BELOW_TEMPERATURE, BeamParams, LogitRules, SamplingParams
 from kvferry.worker import check_progress_timeout
 from proto.kvferry.v1 import inference_pb2 as pb
+from router.constraint import CONSTRAINT_FIELDS, OutputConstraint, constraint_of
 from router.logit_rules import checked_bad_words, logit_rules
 from router.response_parts import ResponseParts, is_on, response_parts
 from router.resume import ReceivedResponse, resume_of
@@ -125,6 +127,7 @@ class Request:
         tenant: whose request it is, by its API key.
         carries: what the response carries.
         truncate_prompt_tokens: most tokens of the prompt, its last ones; None for all.
+        constraint: what the output has to be; None where it is free.
         resume: what the client has of the response already; None where it begins.
         heartbeat_interval_s: longest silence before a heartbeat; None for none.
         The rest as in the public request.
@@ -159,6 +162,7 @@ class Request:
     cache_salt: str
     shared_salt: str
     tenant: str
+    constraint: OutputConstraint | None = None
     resume: ReceivedResponse | None = None
     heartbeat_interval_s: float | None = None
 
@@ -178,9 +182,13 @@ class Request:
         return "chat" if isinstance(self.prompt, ChatPrompt) else "text_completion"
 
     def sampling_params(
-        self, max_tokens: int, eos_token_ids: Sequence[int], bad_words: Sequence[tuple[int, ...]] = ()
+        self,
+        max_tokens: int,
+        eos_token_ids: Sequence[int],
+        bad_words: Sequence[tuple[int, ...]] = (),
+        grammar: str = "",
     ) -> SamplingParams:
-        """The sampling parameters in force, for the workers; `bad_words` as token ids."""
+        """The sampling parameters in force, for the workers; `bad_words` as token ids, the constraint as a grammar."""
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=self.temperature,
@@ -196,6 +204,7 @@ class Request:
             num_top_logprobs=self.carries.num_logprobs or 0,
             logprob_token_ids=self.carries.logprob_token_ids,
             rules=replace(self.rules, bad_words=tuple(bad_words)),
+            grammar=grammar,
         )
 
 
@@ -243,6 +252,7 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
         cache_salt=_salt("cache.cache_salt", message.cache.cache_salt),
         shared_salt=_salt("cache.shared_salt", message.cache.shared_salt),
         tenant=_tenant(message.tenant, tenant),
+        constraint=_constraint(message),
         resume=resume_of(message, n=n, vocab_size=limits.vocab_size),
         heartbeat_interval_s=heartbeat_interval_s(message),
     )
@@ -338,11 +348,6 @@ def _check_quota(role: str, tenant: str, num_needed: int, what: str, num_blocks:
 
 UNSUPPORTED_FIELDS: Mapping[str, Callable[[pb.GenerateRequest], bool]] = MappingProxyType(
     {
-        "json_schema": lambda m: m.HasField("json_schema"),
-        "json_object": lambda m: m.HasField("json_object"),
-        "regex": lambda m: m.HasField("regex"),
-        "choice": lambda m: m.HasField("choice"),
-        "grammar": lambda m: m.HasField("grammar"),
         "structural_tag": lambda m: m.HasField("structural_tag"),
         "session_id": lambda m: bool(m.session_id),
     }
@@ -359,6 +364,10 @@ def _refuse_unsupported(message: pb.GenerateRequest) -> None:
     for name, is_set in UNSUPPORTED_FIELDS.items():
         if is_set(message):
             raise UnsupportedField(name)
+
+
+def _is_set(name: str, message: pb.GenerateRequest) -> bool:
+    return message.HasField(name) and not (name == "json_object" and not message.json_object)
 
 
 # --- fields that would do nothing in a beam search: name → whether it is set to something not neutral ---
@@ -381,6 +390,7 @@ IDLE_BESIDE_BEAMS: Mapping[str, Callable[[pb.GenerateRequest], bool]] = MappingP
         "sampling.bad_words": lambda m: bool(m.sampling.bad_words),
         "sampling.best_of": lambda m: m.sampling.HasField("best_of") and m.sampling.best_of != (m.sampling.n or 1),
         "stopping.stop": lambda m: bool(m.stopping.stop),
+        **{name: partial(_is_set, name) for name in CONSTRAINT_FIELDS},
         "response.logprobs": lambda m: m.response.HasField("logprobs"),
         "response.logprob_token_ids": lambda m: bool(m.response.logprob_token_ids),
         "response.prompt_logprobs": lambda m: m.response.HasField("prompt_logprobs"),
@@ -397,6 +407,15 @@ def _refuse_idle_beside_beams(message: pb.GenerateRequest) -> None:
 
 
 # --- one field each ---
+
+
+def _constraint(message: pb.GenerateRequest) -> OutputConstraint | None:
+    constraint = constraint_of(message)
+    if constraint is not None and message.stopping.ignore_eos:
+        raise InvalidArgument(
+            "stopping.ignore_eos", f"cannot be combined with {constraint.field}: a complete output ends there"
+        )
+    return constraint
 
 
 def _check_size(message: pb.GenerateRequest, limits: Limits) -> None:

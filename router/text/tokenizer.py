@@ -18,6 +18,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from kvferry.errors import FailedPrecondition, InvalidArgument
+from kvferry.grammar import Grammars
 from router.text.chat_template import FIELD as CHAT_FIELD
 from router.text.chat_template import ChatMessage, ChatTemplate
 from router.text.control_text import ControlText
@@ -54,6 +55,7 @@ class TextTokenizer:
         token_bytes: bytes of each id, and which ids are special.
         chat_template: renders chats.
         length_bound: tokens that a text gives at least.
+        grammars: compiled ones of structured output.
     """
 
     def __init__(self, tokenizer: Tokenizer, files: ModelFiles, queue: EncodeQueue) -> None:
@@ -61,6 +63,7 @@ class TextTokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._queue = queue
+        self.grammars = Grammars(lambda: files.tokenizer_json, files.vocab_size)
         self.vocab_size = files.vocab_size
         self.token_bytes = TokenBytes.of(tokenizer)
         self.bos_token_id = self._id_of(files.special_texts.get("bos_token"))
@@ -133,6 +136,7 @@ class TextTokenizer:
     def close(self) -> None:
         """Ends the threads; prompts still waiting are dropped."""
         self._queue.close()
+        self.grammars.close()
 
     async def _run(self, num_chars: int, job: Callable[[], list[int]]) -> list[int]:
         return job() if num_chars <= INLINE_CHARS else await self._queue.run(job)

@@ -151,6 +151,14 @@ def test_every_field_is_honoured_or_refused_by_name(name: str) -> None:
         assert (checked(message, tenant="t") != plain) or name in SAME_AS_DEFAULT
 
 
+def test_no_json_object_is_no_constraint_and_one_needs_its_end() -> None:
+    assert checked(with_prompt(json_object=False)) == checked(with_prompt())
+    with pytest.raises(InvalidArgument, match=r"stopping\.ignore_eos: cannot be combined with regex"):
+        checked(with_prompt(regex="a", stopping=pb.StoppingOptions(ignore_eos=True)))
+    with pytest.raises(InvalidArgument, match="json_object: cannot be combined with beam_search"):
+        checked(with_prompt(json_object=True, beam_search=pb.BeamSearch(width=2)))
+
+
 def test_the_neutral_value_of_an_unsupported_field_is_accepted() -> None:
     neutral = pb.SamplingOptions(n=1, best_of=1, presence_penalty=0, frequency_penalty=0, repetition_penalty=1)
     assert checked(with_prompt(sampling=neutral, response=pb.ResponseOptions(echo=False))) == checked(with_prompt())

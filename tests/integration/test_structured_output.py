@@ -1,0 +1,282 @@
+"""Structured output from the client to the workers and back (R086 … R090).
+
+The tiny model has random weights: all that keeps its output in shape is the grammar.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.client import Choice, Client, GenerateOptions
+from kvferry.config import Config
+from kvferry.errors import FailedPrecondition, InvalidArgument
+from kvferry.sampling import FinishKind
+from kvferry.telemetry import start_telemetry
+from router.app import RouterApp
+from tests.support.deployment import Deployment, chat_folder, deployment_config, running_deployment
+from tests.support.models import EOS_TOKEN_ID, save_tiny_model
+from tests.support.worker_processes import worker_process
+
+TIMEOUT_S = 90.0
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 9},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", 3, None]}, "minItems": 1, "maxItems": 4},
+        "inner": {"type": "object", "properties": {"ok": {"type": "boolean"}}, "additionalProperties": False},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+PATTERN = r"\+[0-9]{2} [0-9]{3,5}-(work|home|[a-z]{3})"
+TEXTS = ("yes", "yesterday", "no", "日本語", "I cannot say.")
+KINDS: tuple[dict[str, Any], ...] = ({"json_schema": json.dumps(SCHEMA)}, {"regex": PATTERN}, {"choice": TEXTS})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model") / "llama", "llama")
+
+
+@pytest.fixture
+def config(folder: Path) -> Config:
+    return deployment_config(folder, timeout_s=30.0, block_size=16, num_blocks=1024)
+
+
+def satisfies(schema: dict[str, Any], value: Any) -> bool:
+    """The keywords of `SCHEMA`, as their definition says."""
+    if "enum" in schema:
+        return any(value is one or (type(value) is type(one) and value == one) for one in schema["enum"])
+    match schema["type"]:
+        case "object":
+            named = schema["properties"]
+            keys_fit = isinstance(value, dict) and set(schema.get("required", ())) <= set(value) <= set(named)
+            return keys_fit and all(satisfies(named[key], one) for key, one in value.items())
+        case "array":
+            fits = isinstance(value, list) and schema["minItems"] <= len(value) <= schema["maxItems"]
+            return fits and all(satisfies(schema["items"], one) for one in value)
+        case "string":
+            return isinstance(value, str) and schema["minLength"] <= len(value) <= schema["maxLength"]
+        case "integer":
+            return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
+    return isinstance(value, bool)
+
+
+def is_right(kind: dict[str, Any], text: str) -> bool:
+    if "json_schema" in kind:
+        return satisfies(SCHEMA, json.loads(text))
+    return re.fullmatch(PATTERN, text) is not None if "regex" in kind else text in TEXTS
+
+
+def options(number: int, **changed: Any) -> GenerateOptions:
+    kind = KINDS[number % 3]
+    prompt = [(7 * number + 3 * place) % 250 for place in range(5 + 4 * number % 40)]
+    values: dict[str, Any] = {"max_tokens": 600, "seed": number, "prompt": prompt, **kind, **changed}
+    return GenerateOptions(**values)
+
+
+async def choices_of(client: Client, numbers: range, **changed: Any) -> list[list[Choice]]:
+    at_once = asyncio.Semaphore(16)
+
+    async def one(number: int) -> list[Choice]:
+        async with at_once:
+            return (await client.complete(options(number, **changed), timeout_s=TIMEOUT_S)).choices
+
+    return await asyncio.gather(*map(one, numbers))
+
+
+def ids(answers: list[list[Choice]]) -> list[list[list[int]]]:
+    return [[choice.token_ids for choice in choices] for choices in answers]
+
+
+@pytest.mark.timeout(400)
+async def test_a_hundred_outputs_of_a_hundred_are_right_and_the_same_split_and_in_one_process(config: Config) -> None:
+    answers = []
+    for num_prefill in (1, 0):
+        async with running_deployment(config, num_prefill=num_prefill) as deployment:
+            answers.append(await choices_of(deployment.client, range(100)))
+            await deployment.assert_idle()
+    for number, (choice,) in enumerate(answers[0]):
+        assert choice.finish is not None and choice.finish.kind is FinishKind.END_OF_SEQUENCE
+        assert is_right(KINDS[number % 3], choice.text), choice.text
+    assert ids(answers[0]) == ids(answers[1])
+    assert {choice.text for ((choice),) in answers[0][2::3]} == set(TEXTS)
+
+
+async def test_each_of_three_choices_follows_its_own_output(config: Config) -> None:
+    async with running_deployment(config) as deployment:
+        answers = await choices_of(deployment.client, range(9), n=3)
+        best = await choices_of(deployment.client, range(3), best_of=4)
+        await deployment.assert_idle()
+    for number, choices in enumerate([*answers, *best]):
+        assert all(is_right(KINDS[number % 3], choice.text) for choice in choices)
+    assert len({choice.text for choice in answers[0]}) == 3
+
+
+async def test_greedy_and_cut_outputs_begin_rightly_and_are_no_error(config: Config) -> None:
+    """What is complete exactly at max_tokens ends by length or by its end, and a token before by length (R090)."""
+    async with running_deployment(config) as deployment:
+        (whole,) = (await deployment.client.complete(options(1, temperature=0.0), timeout_s=TIMEOUT_S)).choices
+        assert whole.token_ids[-1] == EOS_TOKEN_ID and is_right(KINDS[1], whole.text)
+        for max_tokens in (1, 2, len(whole.token_ids) - 1, len(whole.token_ids)):
+            wanted = options(1, temperature=0.0, max_tokens=max_tokens)
+            (cut,) = (await deployment.client.complete(wanted, timeout_s=TIMEOUT_S)).choices
+            assert cut.token_ids == whole.token_ids[:max_tokens]
+            is_whole = max_tokens == len(whole.token_ids)
+            assert cut.finish is not None
+            assert cut.finish.kind is (FinishKind.END_OF_SEQUENCE if is_whole else FinishKind.LENGTH)
+
+
+async def test_preempted_sequences_go_on_in_their_grammar(config: Config) -> None:
+    quiet, small = config, config.replace("engine", num_blocks=24)
+    answers = []
+    for one in (quiet, small):
+        async with running_deployment(one, num_prefill=0) as deployment:
+            answers.append(await choices_of(deployment.client, range(0, 36, 3), max_tokens=300))
+            (decode,) = deployment.decode
+            num_preempted = decode.role.load().num_recompute_preemptions + decode.role.load().num_swap_preemptions
+    assert num_preempted > 0
+    assert ids(answers[0]) == ids(answers[1])
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(400)
+async def test_a_killed_decode_worker_changes_no_output(tmp_path: Path, config: Config) -> None:
+    async with running_deployment(config) as deployment:
+        quiet = await choices_of(deployment.client, range(9))
+    mortal = config.replace("faults", allow_faults=True, kill_decode_at_step=20)
+    async with AsyncExitStack() as stack:
+        prefill, killed, decode = [
+            await stack.enter_async_context(worker_process(tmp_path, one, f"{role}_svc"))
+            for role, one in (("prefill", config), ("decode", mortal), ("decode", config))
+        ]
+        addresses = {"prefill": [prefill.address], "decode": [killed.address, decode.address]}
+        telemetry = start_telemetry(config.telemetry, "router", "router")
+        stack.push_async_callback(telemetry.shutdown)
+        router = await stack.enter_async_context(RouterApp(config.replace("router", **addresses), telemetry))
+        assert await router.wait_ready(30.0), router.why_not_ready()
+        client = await stack.enter_async_context(Client(router.address))
+        answers = await choices_of(client, range(9))
+        assert await killed.exit_code() == -9
+    assert ids(answers) == ids(quiet)
+
+
+def nested(levels: int, key: str = "items") -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels):
+        schema = {key: [schema, {"type": "null"}]} if key == "anyOf" else {"type": "array", key: schema}
+    return schema
+
+
+def doubling(levels: int, combine: str) -> dict[str, Any]:
+    defs = {str(level): {combine: [{"$ref": f"#/$defs/{level + 1}"}] * 2} for level in range(levels)}
+    return {"$defs": {**defs, str(levels): {"type": "string", "maxLength": 3}}, "$ref": "#/$defs/0"}
+
+
+def chained(levels: int) -> dict[str, Any]:
+    defs = {str(level): {"items": {"$ref": f"#/$defs/{level + 1}"}} for level in range(levels)}
+    return {"$defs": {**defs, str(levels): {"type": "null"}}, "$ref": "#/$defs/0"}
+
+
+def hostile() -> list[dict[str, Any]]:
+    """Schemas, patterns and grammars made to cost as much as they can."""
+    schemas: list[dict[str, Any]] = [
+        *(nested(levels) for levels in (20, 100, 120, 300)),
+        *(nested(levels, "anyOf") for levels in (30, 60)),
+        *(doubling(30, combine) for combine in ("anyOf", "allOf", "oneOf")),
+        chained(1_500),
+        {"allOf": [{"anyOf": [{"minLength": 9 * i + j, "type": "string"} for j in range(9)]} for i in range(9)]},
+        {"$ref": "#"},
+        {"type": "object", "properties": {str(number): {} for number in range(5_000)}},
+        {"type": "object", "patternProperties": {f"^(.*{letter}){{9}}$": {} for letter in "abcdefgh"}},
+        {"enum": [f"value {number}" for number in range(4_000)]},
+        *({"type": "string", "pattern": pattern} for pattern in ("^(a|aa){1,900}b*c{500}$", "(x+x+)+y", "(.*a){60}")),
+        {"allOf": [{"type": "string", "pattern": f"^(.*{letter}){{20}}"} for letter in "abc"]},
+        *({"type": "array", name: 10**9, "items": {"type": "integer"}} for name in ("minItems", "maxItems")),
+        *({"type": "string", name: 10**9} for name in ("minLength", "maxLength")),
+        {"type": "integer", "multipleOf": 982_451_653},
+        {"type": "number", "multipleOf": 1e-300},
+        {"$ref": "file:///etc/passwd"},
+    ]
+    patterns = ["(a{1,1000}){1,1000}", "a{100000}", "a{1000000000}", "(.*a){60}", ".*a.{300}x", "(a|aa)*b", "(a*)*b"]
+    patterns += ["(" * 4_000 + "a" + ")" * 4_000, "(" * 20 + "a" + "){1,10}" * 20, "a?" * 9_000 + "a" * 9_000]
+    patterns += ["|".join(f"w{number}" for number in range(8_000)), r"[\p{L}\p{N}]{1,900}[^\p{Lu}]{5,900}", "(?=a)b"]
+    grammars = [
+        "start: " + "(" * 20_000 + '"a"' + ")" * 20_000,
+        "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(4_000)) + '\nr4000: "a"',
+        "start: T0\n" + "\n".join(f"T{i}: T{i + 1} T{i + 1}" for i in range(40)) + '\nT40: "a"',
+        "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(40)) + '\nr40: "a"',
+        'start: start start | start start start | "a" | ""',
+        "start: " + "a? " * 9_000 + '\na: "x"',
+        "start: "
+        + " ".join(f"(a{i}|b)*" for i in range(900))
+        + "\n"
+        + "\n".join(f'a{i}:"x"b' for i in range(900))
+        + '\nb: "x"',
+        'start: a{1000}\na: b{1000}\nb: c{1000}\nc: "x"',
+        "start: T\nT: " + " & ".join(f"/(.*{letter}){{10}}/" for letter in "abcdefghijklmnop"),
+        "start: T\nT: ~/(.*a){30}/",
+        "root ::= " + "(" * 9_000,
+    ]
+    return [
+        *({"json_schema": json.dumps(schema)} for schema in schemas),
+        {"json_schema": '{"items":' * 5_000 + "{}" + "}" * 5_000},
+        *({"regex": pattern} for pattern in patterns),
+        *({"grammar": grammar} for grammar in grammars),
+    ]
+
+
+@pytest.mark.timeout(400)
+async def test_hostile_constraints_fail_or_serve_and_leave_others_alone(config: Config) -> None:
+    """Each by itself, in company of requests whose output must not change."""
+    fields = hostile()
+    assert len(fields) >= 50
+    ends: list[str] = []
+
+    async def attack(client: Client) -> None:
+        for number, one in enumerate(fields):
+            changed = {"json_schema": None, "regex": None, "choice": (), "max_tokens": 20, **one}
+            try:
+                await client.complete(options(number, **changed), timeout_s=TIMEOUT_S)
+                ends.append("served")
+            except (InvalidArgument, FailedPrecondition) as error:
+                ends.append(type(error).__name__)
+
+    async with running_deployment(config) as deployment:
+        quiet = await choices_of(deployment.client, range(9))
+        attacking = asyncio.create_task(attack(deployment.client))
+        while not attacking.done():
+            assert ids(await choices_of(deployment.client, range(9))) == ids(quiet)
+        await attacking
+        await deployment.assert_idle()
+    assert ends.count("served") >= 10 and ends.count("InvalidArgument") >= 10
+
+
+async def test_an_output_that_cannot_go_on_fails_its_request_alone(config: Config) -> None:
+    async with running_deployment(config) as deployment:
+        others = asyncio.create_task(choices_of(deployment.client, range(6)))
+        with pytest.raises(FailedPrecondition, match="every token is banned"):
+            stuck = options(1, allowed_token_ids=[9])
+            await deployment.client.complete(stuck, timeout_s=TIMEOUT_S)
+        assert all(is_right(KINDS[number % 3], choice.text) for number, (choice,) in enumerate(await others))
+        await deployment.assert_idle()
+
+
+async def test_a_scripted_model_refuses_a_grammar(tmp_path: Path) -> None:
+    async with running_deployment(deployment_config(chat_folder(tmp_path / "model"))) as deployment:
+        await _refused(deployment)
+        assert (await deployment.client.complete(GenerateOptions(prompt=[5], max_tokens=2))).choices
+        await deployment.assert_idle()
+
+
+async def _refused(deployment: Deployment) -> None:
+    with pytest.raises(FailedPrecondition, match="no grammar"):
+        await deployment.client.complete(GenerateOptions(prompt=[5], max_tokens=2, regex="a"), timeout_s=TIMEOUT_S)

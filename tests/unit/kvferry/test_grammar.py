@@ -1,0 +1,97 @@
+"""Compiled grammars: kept within bounds, refused with a reason, and no text takes the process along."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+from llguidance import LLMatcher
+
+from kvferry import grammar as module
+from kvferry.errors import ResourceExhausted
+from kvferry.grammar import GrammarRefused, Grammars
+from tests.support.tokenizers import byte_level_tokenizer
+
+TOKENIZER = byte_level_tokenizer()
+
+
+def id_of(text: str) -> int:
+    token_id = TOKENIZER.token_to_id(text)
+    assert token_id is not None
+    return token_id
+
+
+EOS = (2, 0)
+
+
+@pytest.fixture
+def grammars() -> Iterator[Grammars]:
+    one = Grammars(TOKENIZER.to_str, TOKENIZER.get_vocab_size())
+    yield one
+    one.close()
+
+
+def chain(num_bytes: int) -> str:
+    """Rules that lead to one another, as many as fit."""
+    lines, size, number = ["start:a0"], 9, 0
+    while size < num_bytes - 20:
+        lines.append(f"a{number}:a{number + 1}")
+        size, number = size + len(lines[-1]) + 1, number + 1
+    return "\n".join([*lines, f'a{number}:"x"'])
+
+
+async def test_each_is_compiled_once_and_the_oldest_leaves(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_COMPILED", 2)
+    first = await grammars.compiled('start: "a"', EOS)
+    second = await grammars.compiled('start: "b"', EOS)
+    assert await grammars.compiled('start: "a"', EOS) is first
+    await grammars.compiled('start: "c"', EOS)
+    assert await grammars.compiled('start: "a"', EOS) is first
+    assert await grammars.compiled('start: "b"', EOS) is not second
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("start: (", "1"),
+        (LLMatcher.grammar_from_regex(r"[^\s\S]"), "no output can match it"),
+        (LLMatcher.grammar_from_regex("(?=a)b"), "look-ahead"),
+        (LLMatcher.grammar_from_json_schema('{"enum":[]}'), "Unsatisfiable"),
+        (LLMatcher.grammar_from_json_schema('{"not":{}}'), "Unimplemented"),
+        ("start: start", "no output can match it"),
+        ('start: "' + "x" * (64 << 10) + '"', "at most 65536"),
+        ("start: <|im_end|>", "im_end"),
+    ],
+)
+async def test_what_cannot_be_kept_is_refused_with_the_reason(grammars: Grammars, text: str, reason: str) -> None:
+    """And a good one before or after it is none the worse (R087)."""
+    for _ in range(2):
+        with pytest.raises(GrammarRefused, match=reason):
+            await grammars.compiled(text, EOS)
+        await grammars.compiled('start: "a"', EOS)
+
+
+async def test_the_longest_chain_of_rules_does_not_exhaust_the_stack(grammars: Grammars) -> None:
+    text = chain(module.MAX_GRAMMAR_BYTES)
+    assert len(text) > module.MAX_GRAMMAR_BYTES - 30
+    compiled = await grammars.compiled(text, EOS)
+    matcher = compiled.matcher.deep_copy()
+    assert matcher.consume_token(id_of("x")) and matcher.is_accepting()
+
+
+async def test_one_job_too_many_is_refused_at_once(grammars: Grammars) -> None:
+    go = threading.Event()
+    jobs = [asyncio.create_task(grammars.run(lambda: go.wait(30))) for _ in range(module.MAX_JOBS)]
+    await asyncio.sleep(0)
+    with pytest.raises(ResourceExhausted):
+        await grammars.compiled('start: "a"', EOS)
+    go.set()
+    assert all(await asyncio.gather(*jobs))
+    await grammars.compiled('start: "a"', EOS)
+
+
+async def test_threads_started_later_have_an_ordinary_stack(grammars: Grammars) -> None:
+    await grammars.compiled('start: "a"', EOS)
+    assert threading.stack_size() == 0

@@ -1,0 +1,106 @@
+"""From the constraint of a request to the grammar of its workers, or to a refusal with field and reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from kvferry.errors import InvalidArgument
+from kvferry.grammar import Grammars
+from proto.kvferry.v1 import inference_pb2 as pb
+from router.constraint import checked_grammar, constraint_of
+from tests.support.tokenizers import byte_level_tokenizer
+
+TOKENIZER = byte_level_tokenizer()
+EOS = (2, 0)
+PERSON = '{"type":"object","properties":{"b":{"type":"string"},"a":{"type":"integer"}},"required":["b"]}'
+
+
+@pytest_asyncio.fixture
+async def grammars() -> AsyncIterator[Grammars]:
+    one = Grammars(TOKENIZER.to_str, TOKENIZER.get_vocab_size())
+    yield one
+    one.close()
+
+
+async def matches(grammars: Grammars, message: pb.GenerateRequest, text: str) -> bool:
+    """Whether an output of exactly this text would be taken."""
+    grammar = await checked_grammar(constraint_of(message), grammars, EOS)
+    matcher = (await grammars.compiled(grammar, EOS)).matcher.deep_copy()
+    token_ids = TOKENIZER.encode(text).ids
+    return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("fields", "right", "wrong"),
+    [
+        (
+            {"json_schema": PERSON},
+            ['{"b":"x"}', '{ "b" : "x",\n  "a": -7 }', '{"b": "\\n é"}'],
+            ["{}", '{"a":1,"b":"x"}', '{"b":1}', ' {"b":"x"}', '{"b":"x"} ', "{" + 33 * " " + '"b":"x"}'],
+        ),
+        ({"json_schema": "{}"}, ["1", "[]", '{"a":[null,true]}'], ["", "tru"]),
+        ({"json_schema": "true"}, ['"x"'], ["x"]),
+        ({"json_object": True}, ["{}", '{"a": [1, {"b": "c"}]}'], ["[]", "1", '{"a"}']),
+        ({"regex": "a/b|c\\nd"}, ["a/b", "c\nd"], ["a", "xa/b", "a/bx"]),
+        (
+            {"choice": {"choices": ["yes", 'a"\\b\n', "日本 👩‍👩‍👧", "", "/x/", "\u0000"]}},
+            ["yes", 'a"\\b\n', "日本 👩‍👩‍👧", "", "/x/", "\u0000"],
+            ["ye", "x", "yesyes", "no"],
+        ),
+        ({"grammar": 'start: "a" start | "b"'}, ["b", "aab"], ["a", "bb"]),
+        ({"grammar": 'root ::= "a" root | [0-9]+'}, ["a12", "7"], ["a", "x"]),
+    ],
+)
+async def test_every_kind_means_what_it_says(
+    grammars: Grammars, fields: dict[str, object], right: list[str], wrong: list[str]
+) -> None:
+    message = pb.GenerateRequest(**fields)  # type: ignore[arg-type]
+    for text in right:
+        assert await matches(grammars, message, text), text
+    for text in wrong:
+        assert not await matches(grammars, message, text), text
+
+
+BAD: list[tuple[dict[str, object], str]] = [
+    ({"json_schema": ""}, "json_schema: is empty"),
+    ({"json_schema": "{"}, "json_schema: is not JSON"),
+    ({"json_schema": '{"a":' * 5000}, "json_schema: is not JSON"),
+    ({"json_schema": '{"maximum":1e999}'}, "json_schema: is not JSON"),
+    ({"json_schema": "[1]"}, "json_schema: must be an object, got a list"),
+    ({"json_schema": "false"}, "json_schema: is false"),
+    ({"json_schema": '{"x-guidance":{"lenient":true}}'}, "json_schema: has x-guidance"),
+    ({"json_schema": '{"not":{"type":"string"}}'}, "json_schema: Unimplemented keys"),
+    ({"json_schema": '{"oneOf":[{"type":"string"},{"maxLength":3}]}'}, "json_schema: oneOf"),
+    ({"json_schema": '{"minimum":5,"maximum":3,"type":"integer"}'}, "json_schema: Unsatisfiable schema"),
+    ({"json_schema": '{"$ref":"http://127.0.0.1:1/x"}'}, "json_schema: Resource"),
+    ({"json_schema": '{"enum":["\\ud800"]}'}, "json_schema: "),
+    ({"json_schema": json.dumps({"const": "x" * (64 << 10)})}, "json_schema: has 65549 bytes; at most 65536"),
+    ({"regex": ""}, "regex: is empty"),
+    ({"regex": "("}, "regex: .*unclosed group"),
+    ({"regex": r"[^\s\S]"}, "regex: no output can match it"),
+    ({"regex": '"' * (60 << 10)}, "regex: has .* bytes as a grammar; at most 65536"),
+    ({"choice": {}}, "choice: has no strings"),
+    ({"choice": {"choices": [str(number) for number in range(1025)]}}, "choice: has 1025 strings; at most 1024"),
+    ({"grammar": "nonsense"}, "grammar: Failed to convert"),
+    ({"grammar": "root ::= " + "(" * 5000}, "grammar: Failed to convert"),
+    ({"grammar": "start: start"}, "grammar: no output can match it"),
+    ({"grammar": 'start: "a" <|im_end|>'}, "grammar: .*im_end"),
+]
+
+
+@pytest.mark.parametrize(("fields", "reason"), BAD)
+async def test_what_cannot_be_kept_is_refused_by_field_and_reason(
+    grammars: Grammars, fields: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=f"(?s){reason}"):
+        await checked_grammar(constraint_of(pb.GenerateRequest(**fields)), grammars, EOS)  # type: ignore[arg-type]
+
+
+async def test_a_model_without_an_end_cannot_keep_one(grammars: Grammars) -> None:
+    with pytest.raises(InvalidArgument, match=r"regex: .*no end-of-sequence id"):
+        await checked_grammar(constraint_of(pb.GenerateRequest(regex="a")), grammars, ())
+    assert await checked_grammar(constraint_of(pb.GenerateRequest()), grammars, ()) == ""
