@@ -98,9 +98,6 @@ async def test_a_value_out_of_its_limits_is_a_bad_request(start_gateway: StartGa
     ("field", "value"),
     [
         ("suffix", "x"),
-        ("response_format", {"type": "json_object"}),
-        ("guided_regex", "a+"),
-        ("structured_outputs", {"choice": ["a", "b"]}),
         ("unheard_of", 1),
     ],
 )
