@@ -98,13 +98,18 @@ class Routers:
             await router.channel.close()
 
     def next(self, tried: Collection[Router] = ()) -> Router:
-        """The next in turn of those not tried, at best one that has not just failed, else the one that did first."""
+        """The next in turn of those not tried, at best one that is connected and has not just failed.
+
+        Else the one that failed first.
+        """
         start = self._num_turns % len(self._all)
         self._num_turns += 1
         in_turn = [*self._all[start:], *self._all[:start]]
         left = [router for router in in_turn if router not in tried]
         failed_first = min(left, key=lambda router: router.failed_at_s or 0.0)
-        chosen = next((router for router in left if not router.is_avoided), failed_first)
+        well = [router for router in left if not router.is_avoided]
+        connected = (router for router in well if not router.channel.is_down)
+        chosen = next(connected, well[0] if well else failed_first)
         chosen.chosen()
         return chosen
 
