@@ -230,9 +230,8 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
     """
     _refuse(message, limits)
     sampling, stopping, response = message.sampling, message.stopping, message.response
-    n, temperature = _n(sampling), _temperature(sampling)
+    n, temperature, tier = _n(sampling), _temperature(sampling), message.tier or limits.default_tier
     beam = _beam(message.beam_search, n, limits) if message.HasField("beam_search") else None
-    tier = message.tier or limits.default_tier
     return Request(
         label=_label(message.request_id),
         model=limits.model,
