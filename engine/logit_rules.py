@@ -1,8 +1,8 @@
 """Penalties, bias and bans: what a request does to its row of logits before anything is sampled from it.
 
-The order is vLLM's: grammar, allowed ids, bad words, min_tokens, bias, then the repetition, frequency and presence
-penalties.
-All that they count is the sequence's own tokens, so a resume or a hand-off changes nothing.
+The grammar comes first, so that all else sees only what it allows. Then the order is vLLM's: allowed ids, bad words,
+min_tokens, bias, then the repetition, frequency and presence penalties. All that
+they count is the sequence's own tokens, so a resume or a hand-off changes nothing.
 """
 
 from __future__ import annotations

@@ -218,10 +218,12 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
         PermissionDenied: another tenant is named.
     """
     _refuse(message, limits)
+    return _request(message, limits, draw_seed, tenant)
+
+
+def _request(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[], int], tenant: str) -> Request:
     sampling, stopping = message.sampling, message.stopping
-    n, temperature = _n(sampling), _temperature(sampling)
-    beam = _beam(message.beam_search, n, limits) if message.HasField("beam_search") else None
-    tier = message.tier or limits.default_tier
+    n, temperature, tier = _n(sampling), _temperature(sampling), message.tier or limits.default_tier
     return Request(
         label=_label(message.request_id),
         model=limits.model,
@@ -238,8 +240,8 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
         rules=logit_rules(sampling, limits.vocab_size),
         bad_words=checked_bad_words(sampling.bad_words),
         n=n,
-        best_of=n if beam is not None else _best_of(sampling, n, temperature),
-        beam=beam,
+        best_of=n if message.HasField("beam_search") else _best_of(sampling, n, temperature),
+        beam=_beam(message, n, limits),
         max_tokens=_max_tokens(stopping, limits),
         min_tokens=_min_tokens(stopping, limits),
         ignore_eos=stopping.ignore_eos,
@@ -543,7 +545,10 @@ def _best_of(sampling: pb.SamplingOptions, n: int, temperature: float) -> int:
     return best_of
 
 
-def _beam(beam: pb.BeamSearch, n: int, limits: Limits) -> BeamParams:
+def _beam(message: pb.GenerateRequest, n: int, limits: Limits) -> BeamParams | None:
+    if not message.HasField("beam_search"):
+        return None
+    beam = message.beam_search
     if not 1 <= beam.width <= MAX_BEAM_WIDTH:
         raise InvalidArgument("beam_search.width", f"{beam.width} is not between 1 and {MAX_BEAM_WIDTH}")
     if 2 * beam.width > limits.vocab_size:
