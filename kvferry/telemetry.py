@@ -53,6 +53,7 @@ logger = logging.getLogger(__name__)
 class SpanNames:
     """Names of our own spans; spans of calls are called after their method."""
 
+    PROMPT = "kvferry.prompt"
     TOKENIZE = "kvferry.tokenize"
     QUEUE = "kvferry.queue"
     PREFILL_CHUNK = "kvferry.prefill.chunk"
@@ -83,6 +84,10 @@ class Attributes:
     RPC_SYSTEM = "rpc.system.name"
     RPC_METHOD = "rpc.method"
     RPC_STATUS = "rpc.response.status_code"
+    HTTP_METHOD = "http.request.method"
+    HTTP_ROUTE = "http.route"
+    HTTP_STATUS = "http.response.status_code"
+    END_USER_ID = "enduser.id"
     SERVER_ADDRESS = "server.address"
     SERVER_PORT = "server.port"
     ERROR_TYPE = "error.type"

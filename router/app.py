@@ -16,6 +16,7 @@ from kvferry.config import Config, ModelConfig
 from kvferry.errors import InvalidArgument, RouterDraining
 from kvferry.retry_budget import RetryBudget
 from kvferry.rpc import RpcServer
+from kvferry.rpc.server import STATUS_GRACE_S
 from kvferry.telemetry import Telemetry, log_event
 from proto.kvferry.v1 import admin_pb2_grpc, cache_pb2_grpc, inference_pb2_grpc, membership_pb2_grpc
 from router import admin_service, cache_service, join_service
@@ -28,8 +29,10 @@ from router.membership import Membership, ModelIdentity
 from router.metrics import RouterMetrics
 from router.model_workers import ModelWorkers
 from router.models import Model, Models
+from router.openai.app import add_routes
 from router.selection import PairSelector
-from router.service import SERVICE_NAME, InferenceServicer, RouterParts
+from router.service import SERVICE_NAME, InferenceServicer
+from router.serving import RouterParts, Serving
 from router.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -37,6 +40,7 @@ logger = logging.getLogger(__name__)
 MESSAGE_OVERHEAD_BYTES = 1 << 20
 """gRPC's own limit lies this far above ours: a request just too large gets our answer, which names the limit."""
 MAX_WORKER_MESSAGE_BYTES = 4 << 20
+DRAINING = "the router is shutting down"
 SERVICES = (SERVICE_NAME, cache_service.SERVICE_NAME, admin_service.SERVICE_NAME, join_service.SERVICE_NAME)
 
 
@@ -48,7 +52,7 @@ class RouterApp:
         http_url: URL of its HTTP server.
         membership: its workers.
         models: what it serves.
-        servicer: its public service.
+        serving: what clients ask for.
     """
 
     def __init__(self, config: Config, telemetry: Telemetry) -> None:
@@ -76,7 +80,7 @@ class RouterApp:
         self.membership = self._make_membership(tokenizers)
         metrics = RouterMetrics(telemetry.metrics, self.membership)
         self.models = self._make_models(tokenizers, metrics)
-        self.servicer = InferenceServicer(RouterParts(config, self.membership, self.models, metrics, telemetry))
+        self.serving = Serving(RouterParts(config, self.membership, self.models, metrics, telemetry))
         self._server = RpcServer(
             tracer=telemetry.tracer,
             max_message_bytes=config.router.max_request_bytes + MESSAGE_OVERHEAD_BYTES,
@@ -86,17 +90,23 @@ class RouterApp:
         await self._stack.enter_async_context(self.membership)
         self.address = await self._server.start(config.router.grpc_listen, SERVICES, serving=False)
         self._stack.push_async_callback(self._server.drain, 0.0)
-        http = HttpServer(make_app(telemetry.metrics.registry, self.why_not_ready), config.router.http_listen)
-        self.http_url = (await self._stack.enter_async_context(http)).url
+        self.http_url = (await self._stack.enter_async_context(self._make_http())).url
+        self._stack.push_async_callback(self._server.calls.end_all, STATUS_GRACE_S, RouterDraining(DRAINING))
         await self._stack.enter_async_context(Discovery(self.membership, config.router))
         self._health_task = asyncio.create_task(self._tell_health())
         self._stack.push_async_callback(self._end_health)
         names = ", ".join(model.name for model in self.models.all)
         log_event(logger, "serving", address=self.address, http=self.http_url, model=names)
 
+    def _make_http(self) -> HttpServer:
+        registry = self._telemetry.metrics.registry
+        app = make_app(registry, self.why_not_ready)
+        add_routes(app, self.serving, self._server.calls, registry)
+        return HttpServer(app, self._config.router.http_listen)
+
     def _add_servicers(self) -> None:
         config, server = self._config, self._server.grpc
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.servicer, server)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self.serving), server)
         cache = cache_service.CacheServicer(config, self.membership, self.models)
         cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, server)
         admin = admin_service.AdminServicer(Authenticator(config), self.membership)
@@ -146,7 +156,7 @@ class RouterApp:
 
     def why_not_ready(self) -> tuple[str, ...]:
         """Why no request could be served now; empty when one could."""
-        return ("the router is shutting down",) if self._is_draining else self.models.missing
+        return (DRAINING,) if self._is_draining else self.models.missing
 
     async def wait_ready(self, timeout_s: float) -> bool:
         """Whether a request could be served within `timeout_s`, whatever its model."""
@@ -161,9 +171,9 @@ class RouterApp:
     async def drain(self, grace_s: float, hurry: asyncio.Event | None = None) -> None:
         """Refuses new requests; running ones get `grace_s`, or until `hurry`, and end with a status after that."""
         self._is_draining = True
-        self.servicer.drain()
+        self.serving.drain()
         await self._end_health()  # else it might say SERVING again
-        await self._server.drain(grace_s, hurry, RouterDraining("the router is shutting down"))
+        await self._server.drain(grace_s, hurry, RouterDraining(DRAINING))
 
     async def _tell_health(self) -> None:
         """Keeps the gRPC health service at what is true."""

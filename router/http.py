@@ -1,4 +1,4 @@
-"""The HTTP side: `/live`, `/health`, `/metrics`, in the router's own event loop."""
+"""The HTTP side: `/live`, `/health`, `/metrics`, in the router's own event loop; `openai/` adds its routes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 NOT_READY = 503
 CLOSE_TIMEOUT_S = 2.0
+KEEP_ALIVE_S = 75
+"""How long an idle connection stays: longer than clients keep theirs (the OpenAI package 5 s, proxies often 60), which
+would else send a request into one that is being closed."""
 
 
 def make_app(registry: CollectorRegistry, why_not_ready: Callable[[], Sequence[str]]) -> FastAPI:
@@ -72,6 +75,7 @@ class HttpServer:
             lifespan="off",
             log_config=None,
             access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(CLOSE_TIMEOUT_S),
         )
         self._server = _Server(config)

@@ -24,6 +24,7 @@ from kvferry.client import ChatMessage, Client, Completion, GenerateOptions, Pro
 from kvferry.config import Config
 from kvferry.errors import DeadlineExceeded, InvalidArgument, KvferryError
 from kvferry.rpc import run
+from proto.kvferry.v1 import types_pb2
 
 CHAT_TEMPERATURE = 0.2
 CHAT_TOP_P = 0.9
@@ -80,6 +81,26 @@ def generate(
     top_k: TopK = None,
     min_p: MinP = None,
     seed: Seed = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option("--presence-penalty", help="On tokens that the output has; -2 … 2.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option("--frequency-penalty", help="The same, once an occurrence; -2 … 2.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option("--repetition-penalty", help="On tokens of prompt and output; 1 is none.")
+    ] = None,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option("--logit-bias", metavar="ID=VALUE", help="Added to the logit of a token, -100 … 100; repeatable."),
+    ] = None,
+    bad_words: Annotated[
+        list[str] | None, typer.Option("--bad-word", metavar="TEXT", help="Word that may not come; repeatable.")
+    ] = None,
+    logprobs: Annotated[
+        int | None,
+        typer.Option("--logprobs", help="With --json: log-probabilities of the tokens and of this many likely ones."),
+    ] = None,
     n: Annotated[int | None, typer.Option("--n", help="Number of choices.")] = None,
     best_of: Annotated[
         int | None, typer.Option("--best-of", help="Number of candidates, of which the best n are shown at the end.")
@@ -125,6 +146,12 @@ def generate(
         top_k=top_k,
         min_p=min_p,
         seed=seed,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+        logit_bias=_bias(logit_bias or ()),
+        bad_words=bad_words or (),
+        logprobs=logprobs,
         n=n,
         best_of=best_of,
         beam_width=beam_width,
@@ -199,12 +226,34 @@ def completion_json(completion: Completion) -> dict[str, object]:
                 "stop_token_id": choice.finish.token_id if choice.finish else None,
                 "stop_string": choice.finish.stop_string if choice.finish else None,
                 "cumulative_logprob": choice.cumulative_logprob,
+                "logprobs": [_logprob_json(one) for one in choice.logprobs] or None,
             }
             for choice in completion.choices
         ],
         "usage": _fields(completion.usage),
         "timings": _fields(completion.timings),
     }
+
+
+def _logprob_json(one: types_pb2.TokenLogprob) -> dict[str, object]:
+    return {
+        "token_id": one.token_id,
+        "logprob": one.logprob,
+        "rank": one.rank,
+        "top": [{"token_id": other.token_id, "logprob": other.logprob} for other in one.top],
+    }
+
+
+def _bias(entries: Sequence[str]) -> dict[int, float]:
+    """Raises InvalidArgument for an entry that is not ID=VALUE."""
+    bias: dict[int, float] = {}
+    for entry in entries:
+        token_id, _, value = entry.partition("=")
+        try:
+            bias[int(token_id)] = float(value)
+        except ValueError as error:
+            raise InvalidArgument("--logit-bias", f"must be ID=VALUE, such as 42=-100, got {entry!r}") from error
+    return bias
 
 
 async def stream_answer(

@@ -19,7 +19,7 @@ from tests.support.pair import OUTPUT_TOKENS, Prompts
 from tests.support.pair_request import Ending, PairRequest
 from tests.support.staging import StagingTraces, num_open_files, staging_traces
 from tests.support.worker_processes import Watch, WorkerProcess, watching, worker_process
-from tests.support.workers import make_spec, scripted_config, scripted_folder, until
+from tests.support.workers import make_spec, scripted_config, scripted_folder, until, until_equal
 
 pytestmark = [pytest.mark.processes, pytest.mark.chaos]
 
@@ -155,7 +155,7 @@ class Rehearsal:
         await self.serves_again()
         await self.check_serves()
         await self.survivor.is_idle()
-        await until(lambda: Traces.of(self.survivor.pid) == idle, FREED_IN_S)
+        await until_equal(lambda: Traces.of(self.survivor.pid), idle, FREED_IN_S)
 
     async def kill(self) -> None:
         idle, requests = await self.idle_traces(), await self.under_way()

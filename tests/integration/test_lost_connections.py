@@ -115,7 +115,7 @@ class Scene:
     def work(self) -> tuple[int, int, int, int]:
         """What runs anywhere."""
         prefill, decode = self.deployment.prefill[0], self.deployment.decode[0]
-        num_running = self.deployment.router.servicer.num_running
+        num_running = self.deployment.router.serving.num_running
         return (
             num_running,
             len(core_of(prefill).sequences),

@@ -123,7 +123,7 @@ async def test_a_link_that_is_lost_fails_what_was_under_way_and_the_next_request
         num_arrived = pair.num_arrived_blocks
         under_way = pair.begin()
         await until(lambda: pair.num_arrived_blocks == num_arrived + 3)
-        (peer,) = pair.prefill.role._peers._peers.values()  # type: ignore[attr-defined]
+        (peer,) = pair.prefill.role.servicer.peers._peers.values()  # type: ignore[attr-defined]
         await peer.link.close()
         assert isinstance(await failure_of(under_way.prefill), Unavailable)
         await until(lambda: pair.num_used_blocks(pair.decode) == 0 and pair.num_used_blocks(pair.prefill) == 0)

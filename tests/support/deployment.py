@@ -38,7 +38,7 @@ class Deployment:
     async def assert_idle(self) -> None:
         """Nothing is left of any request: LEAK."""
         await assert_idle(*self.prefill, *self.decode)
-        assert self.router.servicer.num_running == 0
+        assert self.router.serving.num_running == 0
 
 
 def chat_folder(folder: Path, **script: object) -> Path:

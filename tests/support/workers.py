@@ -8,7 +8,7 @@ import json
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -124,6 +124,14 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < end_s, "the condition did not come true in time"
         await asyncio.sleep(0.002)
+
+
+async def until_equal(value: Callable[[], object], expected: object, timeout_s: float = 10.0) -> None:
+    """Returns when `value` is the expected one; shows the last one where that takes too long."""
+    with suppress(AssertionError):
+        await until(lambda: value() == expected, timeout_s)
+    found = value()
+    assert found == expected, f"{found} is not {expected}"
 
 
 async def assert_idle(*workers: RunningWorker, timeout_s: float = 10.0) -> None:

@@ -170,6 +170,26 @@ async def test_generate_asks_for_a_beam_search(kvferry: Kvferry, environment: di
     assert router.fake.requests[0].beam_search == expected
 
 
+async def test_generate_asks_for_penalties_bias_and_logprobs(
+    kvferry: Kvferry, environment: dict[str, str], router: Running
+) -> None:
+    options = ("--presence-penalty", "1.5", "--frequency-penalty", "-1", "--repetition-penalty", "1.25")
+    biased = ("--logit-bias", "42=-100", "--logit-bias", "7=0.5", "--bad-word", "dog", "--logprobs", "3")
+    outcome = await kvferry(environment, "generate", "--target", router.address, "--json", *options, *biased, "x")
+    assert outcome.code == 0, outcome.stderr
+    request = router.fake.requests[0]
+    assert request.sampling == inference_pb2.SamplingOptions(
+        presence_penalty=1.5,
+        frequency_penalty=-1,
+        repetition_penalty=1.25,
+        logit_bias={42: -100, 7: 0.5},
+        bad_words=["dog"],
+    )
+    assert request.response.logprobs == 3
+    bad = await kvferry(environment, "generate", "--target", router.address, "--logit-bias", "dog=1", "x")
+    assert (bad.code, bad.stderr) == (1, "error: --logit-bias: must be ID=VALUE, such as 42=-100, got 'dog=1'\n")
+
+
 async def test_target_comes_from_the_configuration_too(
     kvferry: Kvferry, environment: dict[str, str], router: Running
 ) -> None:

@@ -127,7 +127,7 @@ async def test_faults_committed_on_purpose_are_a_warning_to_people(folder: Path)
     assert process.returncode == 0, stderr
     assert stderr.decode().splitlines()[:2] == [
         "warning: prefill workers fail on purpose: drop, block 1",
-        "warning: decode workers fail on purpose: kill before step 3",
+        "warning: decode workers fail on purpose: kill before step 3; drop, block 1",
     ]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvferry.config import Config, ModelConfig, RouterConfig, ShutdownConfig, TransferConfig
+from kvferry.config import Config, ModelConfig, RouterConfig, ShutdownConfig, TenantConfig, TransferConfig
 from kvferry.rpc import RpcChannel
 from kvferry.telemetry import Telemetry, start_telemetry
 from proto.kvferry.v1 import inference_pb2 as pb
@@ -83,14 +83,23 @@ def start_router(model_folder: Path) -> StartRouter:
 
     @asynccontextmanager
     async def start(
-        network: FakeNetwork | None = None, *, wait: bool = True, progress_timeout_s: float = 5.0, **router: object
+        network: FakeNetwork | None = None,
+        *,
+        wait: bool = True,
+        progress_timeout_s: float = 5.0,
+        aliases: tuple[str, ...] = (),
+        models: tuple[ModelConfig, ...] = (),
+        tenants: tuple[TenantConfig, ...] = (),
+        **router: object,
     ) -> AsyncIterator[Router]:
         addresses = (
             {} if network is None else {"prefill": network.prefill_addresses, "decode": network.decode_addresses}
         )
         listen = {"grpc_listen": "127.0.0.1:0", "http_listen": "127.0.0.1:0"}
         config = Config(
-            model=ModelConfig(name="tiny", path=str(model_folder)),
+            model=ModelConfig(name="tiny", path=str(model_folder), aliases=aliases),
+            models=models,
+            tenants=tenants,
             router=RouterConfig.model_validate({**listen, **addresses, **router}),
             transfer=TransferConfig(progress_timeout_s=progress_timeout_s),
             shutdown=ShutdownConfig(grace_s=1.0),

@@ -319,7 +319,7 @@ async def test_client_cancel_ends_every_call(start_router: StartRouter, point: P
             await network.all_ended(1.0)
         assert len({known.spec.id.request_id for known in network.calls}) == 5
         await router.app.drain(1.0)
-        assert router.app.servicer.num_running == 0
+        assert router.app.serving.num_running == 0
         assert all(worker.num_requests == 0 for worker in router.app.membership.workers)
 
 

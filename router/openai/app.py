@@ -1,0 +1,55 @@
+"""The routes of OpenAI's interface, added to the router's HTTP application.
+
+They share its port with `/live`, `/health` and `/metrics`, which need no key; these do, where tenants are configured.
+"""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from prometheus_client import CollectorRegistry, Counter
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvferry.rpc.server import CallsInFlight
+from router.admission import Admission
+from router.openai.endpoint import Endpoint, EndpointParts, Handler
+from router.openai.errors import NoSuchRoute, error_json
+from router.openai.generation import chat, complete
+from router.openai.models import list_models, show_model
+from router.openai.tokens import detokenize, tokenize
+from router.serving import Serving
+
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("GET", "/v1/models", list_models),
+    ("GET", "/v1/models/{name:path}", show_model),
+    ("POST", "/v1/completions", complete),
+    ("POST", "/v1/chat/completions", chat),
+    ("POST", "/tokenize", tokenize),
+    ("POST", "/detokenize", detokenize),
+)
+
+
+def add_routes(app: FastAPI, serving: Serving, calls: CallsInFlight, registry: CollectorRegistry) -> None:
+    """Adds them all. `calls`: those that a drain waits for and ends."""
+    responses = Counter(
+        "kvferry_http_responses",
+        "Responses of the OpenAI interface; 499: the client went away before its response began.",
+        ("route", "status"),
+        registry=registry,
+    )
+    admission = Admission(serving.parts.config.router.max_queue)
+    parts = EndpointParts(serving, admission, calls, responses, started_s=int(time.time()))
+    for method, path, handler in ROUTES:
+        app.router.routes.append(Route(path, Endpoint(parts, path, handler), methods=[method]))
+    app.add_exception_handler(HTTPException, _no_such_route)
+
+
+async def _no_such_route(request: Request, error: Exception) -> Response:
+    """What the routing itself refuses, in the same shape."""
+    assert isinstance(error, HTTPException)
+    told = NoSuchRoute(f"there is no {request.method} {request.url.path} here")
+    return JSONResponse(error_json(told), status_code=error.status_code, headers=error.headers)

@@ -1,0 +1,108 @@
+"""Constraints on the output as clients write them: OpenAI's `response_format`, vLLM's `structured_outputs` and, from
+before it, `guided_…`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+
+from kvferry.errors import InvalidArgument
+from proto.kvferry.v1 import inference_pb2 as pb
+from router.openai.body import Body, Strings
+
+Json = dict[str, Any]
+
+
+class JsonSchemaFormat(Body):
+    """`response_format.json_schema`; name and description are for the model's eyes and reach no prompt here."""
+
+    name: str
+    schema_: Json = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    def constraints(self) -> dict[str, object]:
+        """By field of GenerateRequest."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise InvalidArgument("response_format", "json_schema goes with the type json_schema, and with no other")
+        if self.json_schema is not None:
+            return {"json_schema": json.dumps(self.json_schema.schema_)}
+        return {"json_object": True} if self.type == "json_object" else {}
+
+
+class StructuredOutputs(Body):
+    """vLLM's."""
+
+    json_: Json | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Strings | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+
+
+class ConstraintFields(Body):
+    """At most one of these may constrain."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Json | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Strings | None = None
+    guided_grammar: str | None = None
+
+    def constrain(self, message: pb.GenerateRequest) -> None:
+        """Sets the constraint. Raises InvalidArgument where there is more than one."""
+        found = [*self._of_format().items(), *self._of_guided().items(), *self._of_structured().items()]
+        if len(found) > 1:
+            raise InvalidArgument("response_format", "more than one constraint on the output is set")
+        for name, value in found:
+            if name == "choice":
+                message.choice.SetInParent()
+                message.choice.choices.extend(value)
+            else:
+                setattr(message, name, value)
+
+    def _of_format(self) -> Mapping[str, Any]:
+        return {} if self.response_format is None else self.response_format.constraints()
+
+    def _of_guided(self) -> Mapping[str, Any]:
+        fields = {
+            "json_schema": _schema(self.guided_json),
+            "regex": self.guided_regex,
+            "choice": self.guided_choice,
+            "grammar": self.guided_grammar,
+        }
+        return _set(fields)
+
+    def _of_structured(self) -> Mapping[str, Any]:
+        of = self.structured_outputs
+        if of is None:
+            return {}
+        fields = {
+            "json_schema": _schema(of.json_),
+            "regex": of.regex,
+            "choice": of.choice,
+            "grammar": of.grammar,
+            "json_object": of.json_object or None,
+            "structural_tag": of.structural_tag,
+        }
+        return _set(fields)
+
+
+def _schema(schema: Json | str | None) -> str | None:
+    return schema if schema is None or isinstance(schema, str) else json.dumps(schema)
+
+
+def _set(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}

@@ -1,0 +1,141 @@
+"""Errors of ours as OpenAI's clients expect them: one table from class to HTTP status, one JSON shape.
+
+A status that its clients repeat on their own (408, 429, 5xx) is only given where a repeat may help.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from kvferry.errors import (
+    Cancelled,
+    DataLoss,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    KvferryError,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+    Unauthenticated,
+    Unavailable,
+    UnsupportedField,
+)
+
+MAX_MESSAGE_CHARS = 1_500
+SHORTEST_RETRY_S = 1
+
+
+class BodyTooLarge(InvalidArgument):
+    """More bytes than `router.max_request_bytes`; the rest of them is not read."""
+
+    reason = "REQUEST_TOO_LARGE"
+
+
+class BodyTooSlow(KvferryError):
+    """The body was not there in time."""
+
+    reason = "REQUEST_TIMEOUT"
+
+
+class NoSuchRoute(KvferryError):
+    """No such path, or not with this method."""
+
+    reason = "NOT_FOUND"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How an error is told.
+
+    Attributes:
+        status: of HTTP.
+        kind: `error.type`.
+        code: `error.code`.
+    """
+
+    status: int
+    kind: str
+    code: str
+
+
+INVALID = "invalid_request_error"
+SERVER = "server_error"
+
+ANSWERS = MappingProxyType(
+    {
+        BodyTooLarge: Answer(413, INVALID, "request_too_large"),
+        BodyTooSlow: Answer(408, INVALID, "request_timeout"),
+        UnsupportedField: Answer(400, INVALID, "unsupported_field"),
+        InvalidArgument: Answer(400, INVALID, "invalid_value"),
+        Unauthenticated: Answer(401, "authentication_error", "invalid_api_key"),
+        PermissionDenied: Answer(403, "permission_error", "permission_denied"),
+        NoSuchRoute: Answer(404, INVALID, "unknown_url"),
+        NotFound: Answer(404, "not_found_error", "model_not_found"),
+        ResourceExhausted: Answer(429, "rate_limit_error", "rate_limit_exceeded"),
+        Cancelled: Answer(499, INVALID, "request_cancelled"),
+        Unavailable: Answer(503, SERVER, "service_unavailable"),
+        DeadlineExceeded: Answer(504, SERVER, "deadline_exceeded"),
+        FailedPrecondition: Answer(500, SERVER, "failed_precondition"),
+        DataLoss: Answer(500, SERVER, "data_loss"),
+        Internal: Answer(500, SERVER, "internal_error"),
+    }
+)
+"""By class; a class that is not here is told as the nearest one above it."""
+
+NEVER_FITS = Answer(400, INVALID, "request_too_demanding")
+"""ResourceExhausted for ever: a repeat would not help."""
+
+FIELD_NAMES = MappingProxyType(
+    {
+        "prompt.chat.messages": "messages",
+        "prompt.chat": "messages",
+        "prompt.text": "prompt",
+        "prompt.token_ids": "prompt",
+        "tier": "service_tier",
+        "beam_search.width": "n",
+        "json_schema": "response_format",
+        "json_object": "response_format",
+    }
+)
+"""Fields of GenerateRequest that have another name here; of others the group (`sampling.`) is left out."""
+GROUPS = ("sampling.", "stopping.", "response.", "cache.", "beam_search.")
+
+
+def answer_of(error: KvferryError) -> Answer:
+    """Status, type and code."""
+    if isinstance(error, ResourceExhausted) and error.retry_after_s is None:
+        return NEVER_FITS
+    return next((ANSWERS[kind] for kind in type(error).__mro__ if kind in ANSWERS), ANSWERS[Internal])
+
+
+def error_json(error: KvferryError) -> dict[str, Any]:
+    """The body that tells it."""
+    answer, param, message = answer_of(error), None, error.message
+    if error.field is not None:
+        param = public_field(error.field)
+        message = message.replace(f"{error.field}:", f"{param}:", 1)
+    content = {"message": message[:MAX_MESSAGE_CHARS], "type": answer.kind, "param": param, "code": answer.code}
+    return {"error": content}
+
+
+def error_headers(error: KvferryError) -> dict[str, str]:
+    """When to come again, where that is known; which scheme a key is sent by, where it is missing."""
+    if isinstance(error, Unauthenticated):
+        return {"www-authenticate": "Bearer"}
+    if answer_of(error).status not in (429, 503):
+        return {}
+    return {"retry-after": str(max(SHORTEST_RETRY_S, math.ceil(error.retry_after_s or 0)))}
+
+
+def public_field(field: str) -> str:
+    """What the field of a GenerateRequest is called in HTTP."""
+    for name, public in FIELD_NAMES.items():
+        if field == name or field.startswith((f"{name}[", f"{name}.")):
+            return public + field.removeprefix(name)
+    group = next((group for group in GROUPS if field.startswith(group)), "")
+    return field.removeprefix(group)

@@ -1,0 +1,124 @@
+"""Bodies of `/v1/completions` and `/v1/chat/completions`, and the GenerateRequests that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from kvferry.errors import InvalidArgument, UnsupportedField
+from proto.kvferry.v1 import inference_pb2 as pb
+from proto.kvferry.v1 import types_pb2
+from router.openai.body import AtFirstFault, Body, Ids, Strings, UInt
+from router.openai.fields import GenerationFields
+
+MAX_PROMPTS = 128
+"""Prompts of one call: each is a request of its own, admitted like any other."""
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's, of completions alone."""
+
+
+class CompletionBody(GenerationFields):
+    """`/v1/completions`."""
+
+    prompt: str | Ids | Strings | Annotated[tuple[Ids, ...], AtFirstFault()]
+    logprobs: UInt | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+    def requests(self, label: str) -> tuple[pb.GenerateRequest, ...]:
+        """One for each prompt, in order."""
+        if self.suffix:
+            raise UnsupportedField("suffix")
+        common = self._common(label)
+        if self.max_tokens is None:
+            common.stopping.max_tokens = DEFAULT_COMPLETION_TOKENS
+        if self.logprobs is not None:
+            common.response.logprobs = self.logprobs
+        if self.echo:
+            common.response.echo = True
+        return tuple(_with_prompt(common, prompt) for prompt in self._prompts())
+
+    def _prompts(self) -> Sequence[str | Ids]:
+        if isinstance(self.prompt, str):
+            return (self.prompt,)
+        if not self.prompt:
+            raise InvalidArgument("prompt", "is empty; at least one token is needed")
+        if isinstance(self.prompt[0], int):
+            return (self.prompt,)  # ids throughout, as it was checked
+        if len(self.prompt) > MAX_PROMPTS:
+            raise InvalidArgument("prompt", f"has {len(self.prompt)} prompts; at most {MAX_PROMPTS} are allowed")
+        return self.prompt  # texts throughout, or lists of ids
+
+
+def _with_prompt(common: pb.GenerateRequest, prompt: str | Ids) -> pb.GenerateRequest:
+    message = pb.GenerateRequest()
+    message.CopyFrom(common)
+    if isinstance(prompt, str):
+        message.text = prompt
+    else:
+        message.token_ids.CopyFrom(types_pb2.TokenIds(ids=prompt))
+    return message
+
+
+class ContentPart(Body):
+    """Text; what else there may be is not for a language model."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatBodyMessage(Body):
+    """One turn."""
+
+    role: Annotated[str, Field(min_length=1)]
+    content: str | Annotated[tuple[ContentPart, ...], AtFirstFault()]
+
+    @property
+    def text(self) -> str:
+        """Parts are lines, as in vLLM."""
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+
+
+ChatMessages = Annotated[tuple[ChatBodyMessage, ...], AtFirstFault()]
+
+
+def chat_of(messages: ChatMessages, add_generation_prompt: bool | None) -> pb.Chat:
+    """A conversation as gRPC's clients send it."""
+    turns = [pb.ChatMessage(role=message.role, content=message.text) for message in messages]
+    return pb.Chat(messages=turns, add_generation_prompt=add_generation_prompt)
+
+
+class ChatBody(GenerationFields):
+    """`/v1/chat/completions`."""
+
+    messages: ChatMessages
+    add_generation_prompt: bool | None = None
+    max_completion_tokens: UInt | None = None
+    logprobs: bool | None = None
+    top_logprobs: UInt | None = None
+    tools: tuple[dict[str, Any], ...] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise InvalidArgument("max_completion_tokens", "differs from max_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidArgument("top_logprobs", "is only for logprobs: true")
+        return self
+
+    def requests(self, label: str) -> tuple[pb.GenerateRequest, ...]:
+        """The one there is."""
+        if self.tools:
+            raise UnsupportedField("tools")
+        if self.tool_choice not in (None, "none"):
+            raise UnsupportedField("tool_choice")
+        message = self._common(label)
+        message.chat.CopyFrom(chat_of(self.messages, self.add_generation_prompt))
+        if self.max_completion_tokens is not None:
+            message.stopping.max_tokens = self.max_completion_tokens
+        if self.logprobs:
+            message.response.logprobs = self.top_logprobs or 0
+        return (message,)

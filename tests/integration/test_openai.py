@@ -1,0 +1,83 @@
+"""The OpenAI package against real workers: the same tokens and text as over gRPC, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from kvferry.client import ChatMessage, GenerateOptions
+from kvferry.config import Config
+from tests.support.deployment import Deployment, chat_folder, deployment_config, running_deployment
+
+MESSAGES: Any = [{"role": "user", "content": "what are you?"}]
+
+
+def client_of(deployment: Deployment) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{deployment.router.http_url}/v1", api_key="none", max_retries=0, timeout=60.0)
+
+
+def config_in(folder: Path, **script: object) -> Config:
+    return deployment_config(chat_folder(folder / "model", **script))
+
+
+async def streamed(client: AsyncOpenAI, model: str, **fields: Any) -> str:
+    stream = await client.chat.completions.create(model=model, messages=MESSAGES, stream=True, **fields)
+    return "".join([choice.delta.content or "" async for chunk in stream for choice in chunk.choices])
+
+
+async def test_chat_over_http_is_chat_over_grpc(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    async with running_deployment(config) as deployment, client_of(deployment) as client:
+        (model,) = (await client.models.list()).data
+        for seed in (1, 2, 3):
+            fields: Any = {"max_tokens": 20, "seed": seed, "temperature": 0.7, "top_p": 0.9}
+            options = GenerateOptions(prompt=[ChatMessage("user", "what are you?")], **fields)
+            expected = await deployment.client.complete(options, timeout_s=60.0)
+            whole = await client.chat.completions.create(model=model.id, messages=MESSAGES, **fields)
+            assert whole.choices[0].message.content == expected.choices[0].text
+            assert whole.usage is not None and whole.usage.prompt_tokens == expected.usage.prompt_tokens
+            assert whole.usage.completion_tokens == expected.usage.completion_tokens
+            assert await streamed(client, model.id, **fields) == expected.choices[0].text
+        await deployment.assert_idle()
+
+
+async def test_several_prompts_with_several_choices_at_once(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    async with running_deployment(config, num_prefill=2, num_decode=2) as deployment, client_of(deployment) as client:
+        answers = await asyncio.gather(
+            *(
+                client.completions.create(
+                    model="",
+                    prompt=[[1, 2, 3, number], [7, 8, 9, 10, number]],
+                    n=2,
+                    max_tokens=9,
+                    seed=number,
+                    logprobs=1,
+                )
+                for number in range(4)
+            )
+        )
+        for number, answer in enumerate(answers):
+            options = GenerateOptions(prompt=[7, 8, 9, 10, number], n=2, max_tokens=9, seed=number)
+            alone = await deployment.client.complete(options, timeout_s=60.0)
+            assert [choice.text for choice in answer.choices[2:]] == [choice.text for choice in alone.choices]
+            assert answer.usage is not None
+            num_told = sum(len(choice.logprobs.tokens or ()) for choice in answer.choices if choice.logprobs)
+            assert num_told == answer.usage.completion_tokens > 0
+        await deployment.assert_idle()
+
+
+async def test_leaving_in_mid_stream_leaves_nothing_behind(tmp_path: Path) -> None:
+    config = config_in(tmp_path, step_delay_s=0.01)
+    async with running_deployment(config) as deployment, client_of(deployment) as client:
+        for num_chunks in (1, 4):
+            stream = await client.completions.create(
+                model="", prompt=[1, 2, 3], max_tokens=100, stream=True, extra_body={"ignore_eos": True}
+            )
+            for _ in range(num_chunks):
+                await anext(stream)
+            await stream.close()
+        await deployment.assert_idle()
