@@ -391,7 +391,7 @@ class LifecycleRun:
 def _prompt_logprobs(prepared: PreparedRequest) -> PromptLogprobProgress | None:
     """None where the request asks for none."""
     request = prepared.request
-    if request.num_prompt_logprobs is None:
+    if request.carries.num_prompt_logprobs is None:
         return None
     num_received = 0 if request.resume is None else request.resume.num_prompt_logprobs
-    return PromptLogprobProgress(len(prepared.prompt_token_ids), request.num_prompt_logprobs, num_received)
+    return PromptLogprobProgress(len(prepared.prompt_token_ids), request.carries.num_prompt_logprobs, num_received)

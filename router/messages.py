@@ -41,7 +41,7 @@ def started(prepared: PreparedRequest) -> pb.GenerateResponse:
         ),
         tier=request.tier,
         num_prompt_tokens=len(prepared.prompt_token_ids),
-        prompt_token_ids=prepared.prompt_token_ids if request.prompt_token_ids else (),
+        prompt_token_ids=prepared.prompt_token_ids if request.carries.prompt_token_ids else (),
         prompt_digest=prompt_digest(prepared.prompt_token_ids),
     )
     return pb.GenerateResponse(started=message)

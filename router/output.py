@@ -53,7 +53,7 @@ class ChoiceOutput:
             token_bytes,
             stops=stops,
             include_stop=request.include_stop_str_in_output,
-            skip_special_tokens=request.skip_special_tokens,
+            skip_special_tokens=request.carries.skip_special_tokens,
             min_tokens=request.min_tokens,
             ending_token_ids=sampling.ending_token_ids,
             continues_text=isinstance(request.prompt, TextPrompt),
@@ -97,7 +97,7 @@ class ChoiceOutput:
             )
         num_echoed = 0 if self._echo is None else len(self._echo.text)
         most = num_echoed + len(delta.text) + self._most_held_chars
-        if self._request.text and received.num_text_chars > most:
+        if self._request.carries.text and received.num_text_chars > most:
             raise InvalidArgument(
                 f"{path}.num_text_chars",
                 f"{received.num_text_chars} is above {most}, which its tokens can have at most",
@@ -145,9 +145,9 @@ class ChoiceOutput:
     def _put_delta(
         self, token_index: int, token_ids: tuple[int, ...], text: str, logprobs: tuple[TokenLogprob, ...] = ()
     ) -> None:
-        ids = token_ids if self._request.token_ids else ()
-        shown = text if self._request.text else ""
-        told = logprobs if self._request.wants_logprobs else ()
+        ids = token_ids if self._request.carries.token_ids else ()
+        shown = text if self._request.carries.text else ""
+        told = logprobs if self._request.carries.logprobs else ()
         if ids or shown or told:
             delta = pb.ChoiceDelta(
                 index=self._index,

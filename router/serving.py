@@ -148,7 +148,7 @@ class Serving:
         record.ledger.tokenize_s = time.monotonic() - started_s
         record.num_prompt_tokens = len(token_ids)
         check_prompt(request.resume, token_ids)
-        if request.num_prompt_logprobs is not None:
+        if request.carries.num_prompt_logprobs is not None:
             check_prompt_logprobs(request.resume, len(token_ids))
         max_tokens = fit(request, len(token_ids), limits)
         span.set_attribute(Attributes.REQUEST_MAX_TOKENS, max_tokens)
@@ -170,7 +170,7 @@ class Serving:
             prepared.sampling,
             num_prompt_tokens=len(prepared.prompt_token_ids),
             token_bytes=model.tokenizer.token_bytes,
-            echo=_echo_of(prepared, model.tokenizer) if prepared.request.echo else None,
+            echo=_echo_of(prepared, model.tokenizer) if prepared.request.carries.echo else None,
             outbox=outbox,
             ledger=record.ledger,
         )
@@ -222,7 +222,7 @@ def _echo_of(prepared: PreparedRequest, tokenizer: TextTokenizer) -> EchoedPromp
     if isinstance(request.prompt, TextPrompt) and request.truncate_prompt_tokens is None:
         return EchoedPrompt(request.prompt.text)
     return EchoedPrompt.of_tokens(
-        prepared.prompt_token_ids, tokenizer.token_bytes, skip_special_tokens=request.skip_special_tokens
+        prepared.prompt_token_ids, tokenizer.token_bytes, skip_special_tokens=request.carries.skip_special_tokens
     )
 
 

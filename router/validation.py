@@ -11,14 +11,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
 
 from kvferry.errors import InvalidArgument, NotFound, PermissionDenied, ResourceExhausted, UnsupportedField
 from kvferry.kv_layout import KvLayout, num_beam_blocks
 from kvferry.sampling import GREEDY_BELOW_TEMPERATURE, BeamParams, LogitRules, SamplingParams
 from kvferry.worker import check_progress_timeout
 from proto.kvferry.v1 import inference_pb2 as pb
-from router.logit_rules import check_ids, checked_bad_words, logit_rules
+from router.logit_rules import checked_bad_words, logit_rules
+from router.response_parts import ResponseParts, is_on, response_parts
 from router.resume import ReceivedResponse, resume_of
 from router.text.chat_template import FIELD as CHAT_FIELD
 from router.text.chat_template import ChatMessage
@@ -31,9 +31,6 @@ MAX_REQUEST_ID_CHARS = 256
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
-MAX_LOGPROBS = 20
-"""Alternatives a token: each is a line of the response, and a search through the vocabulary."""
-MAX_LOGPROB_TOKEN_IDS = 128
 MAX_CACHE_SALT_BYTES = 256
 SEED_LIMIT = 1 << 64
 MAX_CHOICES = 64
@@ -126,11 +123,8 @@ class Request:
         beam: beam search instead of sampling; then `best_of` is `n`.
         time_limit_s: None for no limit.
         tenant: whose request it is, by its API key.
-        text, token_ids, prompt_token_ids: what the response carries.
-        echo: whether the text of each choice begins with the prompt's.
+        carries: what the response carries.
         truncate_prompt_tokens: most tokens of the prompt, its last ones; None for all.
-        num_logprobs: most likely tokens told of beside each output token; None for no log-probabilities.
-        num_prompt_logprobs: most likely tokens told of beside each prompt token; None for no log-probabilities.
         resume: what the client has of the response already; None where it begins.
         heartbeat_interval_s: longest silence before a heartbeat; None for none.
         The rest as in the public request.
@@ -160,14 +154,7 @@ class Request:
     stop_token_ids: tuple[int, ...]
     include_stop_str_in_output: bool
     time_limit_s: float | None
-    text: bool
-    token_ids: bool
-    prompt_token_ids: bool
-    skip_special_tokens: bool
-    echo: bool
-    num_logprobs: int | None
-    num_prompt_logprobs: int | None
-    logprob_token_ids: tuple[int, ...]
+    carries: ResponseParts
     bypass_prefix_cache: bool
     cache_salt: str
     shared_salt: str
@@ -179,11 +166,6 @@ class Request:
     def ranks_candidates(self) -> bool:
         """Whether the choices are the best of more candidates; nothing is sent before all have ended then."""
         return self.best_of > self.n
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether the client is told log-probabilities of the output."""
-        return self.num_logprobs is not None or bool(self.logprob_token_ids)
 
     @property
     def comes_at_end(self) -> bool:
@@ -210,9 +192,9 @@ class Request:
             ignore_eos=self.ignore_eos,
             eos_token_ids=tuple(eos_token_ids),
             stop_token_ids=self.stop_token_ids,
-            logprobs=self.ranks_candidates or self.wants_logprobs,
-            num_top_logprobs=self.num_logprobs or 0,
-            logprob_token_ids=self.logprob_token_ids,
+            logprobs=self.ranks_candidates or self.carries.logprobs,
+            num_top_logprobs=self.carries.num_logprobs or 0,
+            logprob_token_ids=self.carries.logprob_token_ids,
             rules=replace(self.rules, bad_words=tuple(bad_words)),
         )
 
@@ -227,7 +209,7 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
         PermissionDenied: another tenant is named.
     """
     _refuse(message, limits)
-    sampling, stopping, response = message.sampling, message.stopping, message.response
+    sampling, stopping = message.sampling, message.stopping
     n, temperature = _n(sampling), _temperature(sampling)
     beam = _beam(message.beam_search, n, limits) if message.HasField("beam_search") else None
     tier = message.tier or limits.default_tier
@@ -256,14 +238,7 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
         stop_token_ids=_stop_token_ids(stopping.stop_token_ids, limits),
         include_stop_str_in_output=stopping.include_stop_str_in_output,
         time_limit_s=_time_limit_s(stopping),
-        text=_switch(response, "text"),
-        token_ids=_switch(response, "token_ids"),
-        prompt_token_ids=response.prompt_token_ids,
-        skip_special_tokens=_switch(response, "skip_special_tokens"),
-        echo=_echo(message),
-        num_logprobs=_num_logprobs(response, "logprobs"),
-        num_prompt_logprobs=_num_logprobs(response, "prompt_logprobs"),
-        logprob_token_ids=_logprob_token_ids(response, limits),
+        carries=response_parts(message, limits.vocab_size),
         bypass_prefix_cache=message.cache.bypass_prefix_cache,
         cache_salt=_salt("cache.cache_salt", message.cache.cache_salt),
         shared_salt=_salt("cache.shared_salt", message.cache.shared_salt),
@@ -485,7 +460,7 @@ def _chat(chat: pb.Chat) -> ChatPrompt:
         if not message.role:
             raise InvalidArgument(f"{CHAT_FIELD}.messages[{index}].role", "is empty")
     messages = tuple(ChatMessage(message.role, message.content) for message in chat.messages)
-    return ChatPrompt(messages, _switch(chat, "add_generation_prompt"))
+    return ChatPrompt(messages, is_on(chat, "add_generation_prompt"))
 
 
 def _in_vocabulary(field: str, token_ids: Sequence[int], limits: Limits) -> tuple[int, ...]:
@@ -494,11 +469,6 @@ def _in_vocabulary(field: str, token_ids: Sequence[int], limits: Limits) -> tupl
         index = next(index for index, token_id in enumerate(ids) if token_id >= limits.vocab_size)
         raise InvalidArgument(f"{field}[{index}]", f"{ids[index]} is not in the vocabulary of {limits.vocab_size} ids")
     return ids
-
-
-def _switch(message: pb.ResponseOptions | pb.Chat, name: str) -> bool:
-    """A boolean whose default is true."""
-    return bool(getattr(message, name)) if message.HasField(name) else True
 
 
 def _finite(field: str, value: float) -> float:
@@ -595,25 +565,6 @@ def _min_tokens(stopping: pb.StoppingOptions, limits: Limits) -> int:
     return stopping.min_tokens
 
 
-def _num_logprobs(response: pb.ResponseOptions, name: Literal["logprobs", "prompt_logprobs"]) -> int | None:
-    if not response.HasField(name):
-        return None
-    number: int = getattr(response, name)
-    if number > MAX_LOGPROBS:
-        raise InvalidArgument(f"response.{name}", f"{number} is above the limit, {MAX_LOGPROBS}")
-    return number
-
-
-def _echo(message: pb.GenerateRequest) -> bool:
-    if not message.response.echo:
-        return False
-    if message.HasField("chat"):
-        raise InvalidArgument("response.echo", "cannot be combined with a chat, which is not part of the answer's text")
-    if not _switch(message.response, "text"):
-        raise InvalidArgument("response.echo", "needs response.text, which is off")
-    return True
-
-
 def _truncate_prompt_tokens(message: pb.GenerateRequest, limits: Limits) -> int | None:
     if not message.HasField("truncate_prompt_tokens"):
         return None
@@ -623,16 +574,6 @@ def _truncate_prompt_tokens(message: pb.GenerateRequest, limits: Limits) -> int 
             "truncate_prompt_tokens", f"{number} is not between 1 and {most} (a context of {limits.max_context})"
         )
     return number
-
-
-def _logprob_token_ids(response: pb.ResponseOptions, limits: Limits) -> tuple[int, ...]:
-    field, token_ids = "response.logprob_token_ids", tuple(dict.fromkeys(response.logprob_token_ids))
-    if token_ids and response.logprobs:
-        raise InvalidArgument(field, "cannot be combined with response.logprobs above 0: both fill the alternatives")
-    if len(token_ids) > MAX_LOGPROB_TOKEN_IDS:
-        raise InvalidArgument(field, f"has {len(token_ids)} ids; at most {MAX_LOGPROB_TOKEN_IDS} are allowed")
-    check_ids(field, token_ids, limits.vocab_size)
-    return token_ids
 
 
 def _stop(stops: Sequence[str]) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from router.openai.body import Body, Ids, Strings, UInt
 from router.openai.constraints import ConstraintFields
 
 SEED_MODULUS = 1 << 64
+MAX_USER_CHARS = 256
 SERVER_TIERS = ("auto", "default")
 """OpenAI's names for the server's own choice."""
 
@@ -40,7 +41,7 @@ class GenerationFields(ConstraintFields):
     frequency_penalty: float | None = None
     logit_bias: dict[UInt, float] | None = None
     max_tokens: UInt | None = None
-    user: str | None = None
+    user: Annotated[str, Field(max_length=MAX_USER_CHARS)] | None = None
     service_tier: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.errors import Unavailable
+from kvferry.errors import NotFound, Unavailable
 from router.models import Model
 from router.openai.endpoint import Call
 
@@ -21,6 +21,8 @@ async def list_models(call: Call) -> None:
 async def show_model(call: Call) -> None:
     """`GET /v1/models/{name}`; a name may hold slashes."""
     name = call.exchange.path_params["name"]
+    if not name:
+        raise NotFound("model: no name is given", field="model")
     await call.exchange.answer(_card(call, call.serving.parts.models.find(name), name))
 
 

@@ -159,7 +159,7 @@ def test_the_neutral_value_of_an_unsupported_field_is_accepted() -> None:
 def test_defaults_are_filled_in_and_zero_is_not_unset() -> None:
     request = checked(with_prompt())
     assert (request.temperature, request.top_p, request.top_k, request.min_p, request.seed) == (1.0, 1.0, 0, 0.0, 7)
-    assert (request.text, request.token_ids, request.skip_special_tokens) == (True, True, True)
+    assert (request.carries.text, request.carries.token_ids, request.carries.skip_special_tokens) == (True, True, True)
     assert (request.tier, request.tier_rank, request.max_tokens) == ("fast", 0, None)
     assert checked(with_prompt(sampling=pb.SamplingOptions(temperature=0, seed=0))).temperature == 0
     assert checked(with_prompt(sampling=pb.SamplingOptions(seed=0))).seed == 0

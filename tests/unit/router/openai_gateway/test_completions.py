@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import patch
+
+import openai
 import pytest
 
 from kvferry.sampling import BeamParams, Finish, FinishKind
 from kvferry.wire import finish_to_pb
 from proto.kvferry.v1 import worker_pb2
-from tests.support.fake_workers import FakeNetwork
+from router.text.tokenizer import TextTokenizer
+from tests.support.fake_workers import FakeNetwork, Point
+from tests.support.workers import until
 from tests.unit.router.openai_gateway.conftest import EOS, OUTPUT, StartGateway
 
 
@@ -80,10 +86,30 @@ async def test_several_prompts_are_numbered_through_with_their_choices(
 
 async def test_a_prompt_that_fails_ends_the_others(start_gateway: StartGateway) -> None:
     async with start_gateway() as gateway:
-        with pytest.raises(Exception, match="vocabulary"):
+        with pytest.raises(openai.BadRequestError, match="vocabulary"):
             await gateway.openai.completions.create(model="tiny", prompt=[[5], [100_000]], stream=True)
         await gateway.network.all_ended()
-        assert gateway.router.app.serving.num_running == 0
+        await until(lambda: gateway.router.app.serving.num_running == 0)
+
+
+async def test_nothing_is_told_before_all_prompts_are_accepted(start_gateway: StartGateway) -> None:
+    """The first has all its tokens by the time the second proves too long."""
+    encode = TextTokenizer.encode_async
+    async with start_gateway() as gateway:
+        network = gateway.network
+
+        async def encode_late(self: TextTokenizer, text: str, **fields: Any) -> list[int]:
+            if text != "A":
+                await network.reached(Point.FIRST_TOKEN_SENT)
+                await network.all_ended()
+            return await encode(self, text, **fields)
+
+        with (
+            patch.object(TextTokenizer, "encode_async", encode_late),
+            pytest.raises(openai.BadRequestError, match="fit the context"),
+        ):
+            prompts = ["A", "a b " * 600]
+            await gateway.openai.completions.create(model="tiny", prompt=prompts, stream=True, max_tokens=2)
 
 
 async def test_stop_strings_end_the_text_and_are_told(start_gateway: StartGateway) -> None:

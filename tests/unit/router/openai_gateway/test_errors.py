@@ -97,9 +97,7 @@ async def test_a_value_out_of_its_limits_is_a_bad_request(start_gateway: StartGa
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("echo", True),
         ("suffix", "x"),
-        ("prompt_logprobs", 1),
         ("response_format", {"type": "json_object"}),
         ("guided_regex", "a+"),
         ("structured_outputs", {"choice": ["a", "b"]}),
