@@ -81,6 +81,9 @@ def _listen_address(value: str) -> str:
 
 
 def _target(value: str) -> str:
+    host = value.removeprefix(DNS_SCHEME).rpartition(":")[0]
+    if value.startswith(DNS_SCHEME) and not all(0 < len(label) < 64 for label in host.rstrip(".").split(".")):
+        raise ValueError("is no name: its parts, between dots, have 1 … 63 characters each")
     if not is_host_port(value.removeprefix(DNS_SCHEME), lowest_port=1):
         raise ValueError("must be host:port, or dns:///host:port for every address of the name")
     return value

@@ -77,16 +77,17 @@ class DecodePeers:
 
     async def _close_unused(self) -> None:
         unused = [peer for peer in self._lost if peer.num_users == 0]
+        self._lost = [peer for peer in self._lost if peer.num_users > 0]  # at once: others come here while one closes
         for peer in unused:
-            self._lost.remove(peer)
             await peer.close()
         if unused:
             # A connection stays open while calls on it are in memory, and failed ones are held in cycles by the
             # tracebacks of their errors. Lost links are rare, and this takes some 6 ms.
             gc.collect()
         idle = [address for address, peer in self._peers.items() if peer.num_users == 0]
-        for address in idle[: max(0, len(idle) - MAX_IDLE_CHANNELS)]:
-            await self._peers.pop(address).close()
+        surplus = [self._peers.pop(address) for address in idle[: max(0, len(idle) - MAX_IDLE_CHANNELS)]]
+        for peer in surplus:
+            await peer.close()
 
     def _open(self, address: str) -> DecodePeer:
         channel = RpcChannel(address, tracer=self._telemetry.tracer, has_own_connection=True)

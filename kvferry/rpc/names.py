@@ -32,7 +32,7 @@ async def follow_name(target: str, listed: Listed, *, refresh_s: float) -> NoRet
     while True:
         try:
             found = await resolve(target)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: no name that can be asked for
             if reason != str(error):
                 reason = str(error)
                 log_event(logger, "name_not_resolved", level=logging.WARNING, target=target, reason=reason)
