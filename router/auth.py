@@ -6,15 +6,20 @@ constant time, all of them on every call, and appear in no message, log line or 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import hmac
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvferry.config import Config, RouterConfig
-from kvferry.errors import InvalidArgument, PermissionDenied, Unauthenticated
+from kvferry.errors import InvalidArgument, KvferryError, PermissionDenied, Unauthenticated
 
 AUTHORIZATION = "authorization"
+PLACE = re.compile(r"(?:ipv[46]:)?(?:\[[^\]\s]+\]|%5B\S+?%5D|[A-Za-z0-9_.-]+):[0-9]{1,5}\b")
+"""host:port, also as gRPC words it."""
 SCHEME = "bearer"
 
 Metadata = Iterable[tuple[str, str | bytes]]
@@ -59,6 +64,25 @@ class Authenticator:
             raise Unauthenticated("the API key is not known to this router")
         return found
 
+    @contextmanager
+    def answering(self, metadata: Metadata | None) -> Iterator[None]:
+        """Errors that leave the block say where workers run to administrators only."""
+        try:
+            yield
+        except KvferryError as error:
+            if self._is_admin(metadata):
+                raise
+            shown = copy.copy(error)
+            shown.message = without_places(error.message)
+            shown.args = (shown.message,)
+            raise shown from None
+
+    def _is_admin(self, metadata: Metadata | None) -> bool:
+        try:
+            return self.tenant(metadata).is_admin
+        except Unauthenticated:
+            return False
+
     def acting_for(self, caller: Tenant, named: str) -> str:
         """The tenant a request of administration is about: the one it names, or the caller's.
 
@@ -77,6 +101,11 @@ class Authenticator:
             known = ", ".join(self._names) or "none are configured"
             raise InvalidArgument("tenant", f"there is no tenant {named!r}; known tenants: {known}")
         return named
+
+
+def without_places(text: str) -> str:
+    """`text` with every host:port hidden."""
+    return PLACE.sub("…", text)
 
 
 class JoinKeys:

@@ -13,7 +13,7 @@ from kvferry.config import Config
 from kvferry.errors import InvalidArgument, KvferryError, Unavailable
 from proto.kvferry.v1 import cache_pb2 as pb
 from proto.kvferry.v1 import cache_pb2_grpc, inference_pb2
-from router.auth import Authenticator, Tenant
+from router.auth import Authenticator, Tenant, without_places
 from router.membership import Membership
 from router.models import Models
 from router.validation import Limits, Request, validate
@@ -91,7 +91,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         owner = self._authenticator.acting_for(tenant, request.tenant)
         _check_pin_name(request.name)
         model = self._models.find(request.model)
-        limits = model.limits(self._config)
+        with self._authenticator.answering(context.invocation_metadata()):
+            limits = model.limits(self._config)
         prefix = _validated(request, limits)
         token_ids = await model.tokenize(prefix.prompt, limits)
         workers = [worker for worker in self._membership.workers if worker.model in ("", model.name)]
@@ -154,7 +155,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             try:
                 found = await ask(worker)
             except KvferryError as error:
-                found = make_entry(error=error.message)
+                found = make_entry(error=error.message if tenant.is_admin else without_places(error.message))
             found.worker = worker.name if tenant.is_admin else worker.public_name
             found.role = worker.role.value
             found.address = worker.address if tenant.is_admin else ""

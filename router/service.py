@@ -46,7 +46,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._serving.tenant(context.invocation_metadata())
         models, config = self._serving.parts.models, self._serving.parts.config
         model = models.find(request.model)
-        limits = model.limits(config)
+        with self._serving.answering(context.invocation_metadata()):
+            limits = model.limits(config)
         paths = (worker.status.model_path for worker in model.workers.accepted if worker.status is not None)
         capabilities = types_pb2.Capabilities(
             model=limits.model,

@@ -14,6 +14,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from opentelemetry import trace
@@ -81,6 +82,10 @@ class Serving:
         """Whose call carries this metadata, or these headers; raises Unauthenticated."""
         return self._authenticator.tenant(metadata)
 
+    def answering(self, metadata: Metadata | None) -> AbstractContextManager[None]:
+        """Errors that leave the block say where workers run to administrators only."""
+        return self._authenticator.answering(metadata)
+
     def check_open(self) -> None:
         """Raises RouterDraining once new requests are refused."""
         if self._is_draining:
@@ -90,7 +95,7 @@ class Serving:
         self, message: pb.GenerateRequest, metadata: Metadata | None, write: Write, deadline_s: float | None = None
     ) -> None:
         """Serves one request to its end; `deadline_s` on the monotonic clock. Raises the error that ended it."""
-        with self.parts.metrics.request() as record, logged(record):
+        with self._authenticator.answering(metadata), self.parts.metrics.request() as record, logged(record):
             tenant = self.tenant(metadata)
             self.check_open()
             with self._admission.admit():

@@ -13,6 +13,7 @@ from kvferry.kv_layout import KvLayout
 from kvferry.rpc import RpcChannel
 from kvferry.wire import layout_from_pb
 from proto.kvferry.v1 import inference_pb2, worker_pb2
+from router.auth import without_places
 from router.block_index import BlockIndex, KnownBlocks
 from router.breaker import Breaker
 
@@ -182,7 +183,7 @@ class Worker:
             role=self.role.value,
             address=self.address if shows_place else "",
             state=self.state.value,
-            reason=self.reason,
+            reason=self.reason if shows_place else without_places(self.reason),
             num_requests=self.num_requests,
             model=self.model,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -75,3 +76,22 @@ async def test_a_link_that_lives_is_shared() -> None:
                 links.append(await peer.link.agreed())
         assert links[0] is links[1] is links[2]
         assert relay.num_connections == 1
+
+
+async def test_many_that_come_back_at_once_close_what_was_lost_once() -> None:
+    """While one of them closes a connection the others must not close it, too."""
+    async with peers_and_relay() as (peers, _):
+        gone = ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"]
+        lost = []
+        for address in gone:
+            async with peers.peer(address) as peer:
+                with pytest.raises(Unavailable):
+                    await peer.link.agreed()
+                lost.append(peer)
+
+        async def come_back(address: str) -> None:
+            async with peers.peer(address):
+                await asyncio.sleep(0)
+
+        await asyncio.gather(*(come_back(address) for address in gone * 3))
+        assert all(one.channel.grpc.get_state() is grpc.ChannelConnectivity.SHUTDOWN for one in lost)

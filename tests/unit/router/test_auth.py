@@ -6,8 +6,8 @@ import pytest
 from pydantic import SecretStr
 
 from kvferry.config import Config, TenantConfig
-from kvferry.errors import InvalidArgument, PermissionDenied, Unauthenticated
-from router.auth import ANONYMOUS, Authenticator, Tenant
+from kvferry.errors import InvalidArgument, PermissionDenied, Unauthenticated, Unavailable
+from router.auth import ANONYMOUS, Authenticator, Tenant, without_places
 
 KEY, OTHER_KEY, ROOT_KEY = "key-one-of-a", "key-two-of-a", "key-of-root"
 
@@ -85,3 +85,34 @@ def test_an_unknown_tenant_is_refused_with_the_known_ones(authenticator: Authent
     assert caught.value.field == "tenant"
     with pytest.raises(InvalidArgument, match="there is no tenant 'x'; known tenants: none are configured"):
         Authenticator(Config()).acting_for(ANONYMOUS, "x")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("no decode worker is ready (127.0.0.1:9 is connecting)", "no decode worker is ready (… is connecting)"),
+        ("last error: UNKNOWN: ipv4:127.0.0.1:9: refused", "last error: UNKNOWN: …: refused"),
+        ("ipv6:%5B::1%5D:50061: refused; [::1]:50061", "…: refused; …"),
+        ("host-a.internal:50061 is refused: model: a here, b there", "… is refused: model: a here, b there"),
+        ("max_tokens: 64 is above 63", "max_tokens: 64 is above 63"),
+        ("worker decode-0 is draining; moved", "worker decode-0 is draining; moved"),
+    ],
+)
+def test_places_are_hidden_in_texts(text: str, shown: str) -> None:
+    assert without_places(text) == shown
+
+
+def test_errors_say_where_workers_run_to_administrators_only() -> None:
+    keys = {name: f"the-key-of-{name}" for name in ("plain", "root")}
+    tenants = [{"name": name, "api_keys": [key], "admin": name == "root"} for name, key in keys.items()]
+    authenticator = Authenticator(Config(tenants=tenants))  # type: ignore[arg-type]
+
+    def told(key: str) -> Unavailable:
+        with pytest.raises(Unavailable) as caught, authenticator.answering([("authorization", f"Bearer {key}")]):
+            raise Unavailable("10.0.0.7:50061 is gone", retry_after_s=2.0)
+        return caught.value
+
+    assert told(keys["root"]).message == "10.0.0.7:50061 is gone"
+    for key in (keys["plain"], "nobody's-key"):
+        error = told(key)
+        assert (error.message, str(error), error.retry_after_s) == ("… is gone", "… is gone", 2.0)
