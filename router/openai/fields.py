@@ -59,7 +59,6 @@ class GenerationFields(ConstraintFields):
     logprob_token_ids: Ids | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
-    prompt_logprobs: UInt | None = None
     truncate_prompt_tokens: UInt | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
@@ -149,6 +148,5 @@ class GenerationFields(ConstraintFields):
             token_ids=wants_ids,
             prompt_token_ids=wants_ids,
             skip_special_tokens=self.skip_special_tokens,
-            prompt_logprobs=self.prompt_logprobs,
             logprob_token_ids=self.logprob_token_ids,
         )

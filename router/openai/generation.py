@@ -96,6 +96,7 @@ def _form(body: GenerationFields, message: pb.GenerateRequest, model: Model, *, 
         is_chat=is_chat,
         new_logprobs=_new_logprobs(body, message, model.tokenizer.token_bytes, is_chat=is_chat),
         shows_ids=bool(body.return_token_ids),
+        echoes=message.response.echo,
     )
 
 
@@ -108,6 +109,6 @@ def _new_logprobs(
     texts = TokenTexts(table, as_ids=bool(body.return_tokens_as_token_ids))
     if is_chat:
         return lambda: ChatLogprobs(texts)
-    skips, continues = body.skip_special_tokens is not False, message.HasField("text")
+    skips, continues = body.skip_special_tokens is not False, message.HasField("text") and not message.response.echo
     offsets = partial(Detokenizer, table, skip_special_tokens=skips, continues_text=continues)
     return lambda: CompletionLogprobs(texts, offsets())

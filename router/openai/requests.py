@@ -38,6 +38,9 @@ class CompletionBody(GenerationFields):
             common.response.logprobs = self.logprobs
         if self.echo:
             common.response.echo = True
+            if self.logprobs is not None:  # as OpenAI's: of the prompt, too
+                common.response.prompt_logprobs = self.logprobs
+                common.response.prompt_token_ids = True
         return tuple(_with_prompt(common, prompt) for prompt in self._prompts())
 
     def _prompts(self) -> Sequence[str | Ids]:

@@ -49,6 +49,7 @@ class Form:
         is_chat: text goes into messages, and streams open them.
         new_logprobs: makes a choice's; None where none are asked for.
         shows_ids: token ids beside the text (vLLM's `return_token_ids`).
+        echoes: of completions, whether log-probabilities begin with the prompt's, as the text does.
     """
 
     id_prefix: str
@@ -57,6 +58,7 @@ class Form:
     is_chat: bool
     new_logprobs: Callable[[], Logprobs] | None
     shows_ids: bool
+    echoes: bool = False
 
 
 @dataclass(slots=True)
@@ -66,12 +68,14 @@ class Choice:
     form: Form
     index: int
     prompt_token_ids: Sequence[int]
+    prompt_logprobs: Sequence[types_pb2.TokenLogprob] = ()
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     told: list[types_pb2.TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
     logprobs: Logprobs | None = None
     is_open: bool = False
+    has_echoed: bool = False  # the prompt's log-probabilities are told
 
     def __post_init__(self) -> None:
         if self.form.new_logprobs is not None:
@@ -115,7 +119,19 @@ class Choice:
 
     def _logprobs(self, *, is_chunk: bool) -> dict[str, Any] | None:
         assert self.logprobs is not None
-        return None if is_chunk and not self.told else self.logprobs.of(self.told)
+        if is_chunk and not self.told:
+            return None
+        if self.form.echoes and not self.has_echoed:
+            self.has_echoed = True
+            return self._echoed(self.logprobs)
+        return self.logprobs.of(self.told)
+
+    def _echoed(self, logprobs: Logprobs) -> dict[str, Any]:
+        """The prompt's and those behind them; the prompt's first token is there and has none."""
+        first = types_pb2.TokenLogprob(token_id=self.prompt_token_ids[0])
+        told = logprobs.of([first, *self.prompt_logprobs, *self.told])
+        told["token_logprobs"][0] = told["top_logprobs"][0] = None
+        return told
 
 
 def _stop_reason(finish: Finish) -> str | int | None:
@@ -135,12 +151,14 @@ class ResponseText:
         self._started: dict[int, pb.Started] = {}
         self._usages: list[pb.Usage] = []
         self._choices: dict[int, Choice] = {}
+        self._prompt_logprobs: dict[int, list[types_pb2.TokenLogprob]] = {}
 
     def _choice(self, prompt: int, index: int) -> Choice:
         """That of a prompt's request."""
         number = prompt * self._num_choices + index
         if number not in self._choices:
-            self._choices[number] = Choice(self.form, number, self._started[prompt].prompt_token_ids)
+            scores = self._prompt_logprobs.setdefault(prompt, [])
+            self._choices[number] = Choice(self.form, number, self._started[prompt].prompt_token_ids, scores)
         return self._choices[number]
 
     def take(self, prompt: int, message: pb.GenerateResponse) -> Choice | None:
@@ -148,6 +166,8 @@ class ResponseText:
         match message.WhichOneof("event"):
             case "started":
                 self._started[prompt] = message.started
+            case "prompt_logprobs":
+                self._prompt_logprobs.setdefault(prompt, []).extend(message.prompt_logprobs.logprobs)
             case "delta":
                 choice = self._choice(prompt, message.delta.index)
                 choice.add(message.delta)

@@ -6,8 +6,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from openai import AsyncOpenAI
+import pytest
+from openai import AsyncOpenAI, BadRequestError
 
+from engine.scripted import scripted_logprob
 from kvferry.client import ChatMessage, GenerateOptions
 from kvferry.config import Config
 from tests.support.deployment import Deployment, chat_folder, deployment_config, running_deployment
@@ -80,4 +82,29 @@ async def test_leaving_in_mid_stream_leaves_nothing_behind(tmp_path: Path) -> No
             for _ in range(num_chunks):
                 await anext(stream)
             await stream.close()
+        await deployment.assert_idle()
+
+
+async def test_an_echoed_prompt_has_its_log_probabilities(tmp_path: Path) -> None:
+    """As evaluations read them: one list over prompt and output, nothing known of the first token."""
+    async with running_deployment(config_in(tmp_path)) as deployment, client_of(deployment) as client:
+        tokenizer = deployment.router.models.all[0].tokenizer
+        prompts = [tokenizer.encode(text) for text in ("once upon a time", "Hello")]
+        fields: Any = {"model": "", "max_tokens": 1, "temperature": 0.0, "logprobs": 1, "echo": True, "n": 1}
+        answer = await client.completions.create(prompt=prompts, **fields)
+        for prompt, choice in zip(prompts, answer.choices, strict=True):
+            logprobs = choice.logprobs
+            assert logprobs is not None and logprobs.tokens and logprobs.token_logprobs and logprobs.text_offset
+            shown = "".join(logprobs.tokens[:-1])
+            assert choice.text.startswith(shown) and shown == tokenizer.decode(prompt)
+            assert logprobs.text_offset == [len("".join(logprobs.tokens[:n])) for n in range(len(prompt) + 1)]
+            known = [None if n == 0 else scripted_logprob(token_id) for n, token_id in enumerate(prompt)]
+            assert logprobs.token_logprobs[:-1] == known
+            assert logprobs.top_logprobs is not None and not logprobs.top_logprobs[0]
+            assert all(one and len(one) == 1 for one in logprobs.top_logprobs[1:])
+        chunks = [chunk async for chunk in await client.completions.create(prompt=prompts[0], stream=True, **fields)]
+        told = [one.logprobs for chunk in chunks for one in chunk.choices if one.logprobs is not None]
+        assert [one.token_logprobs for one in told] == [answer.choices[0].logprobs.token_logprobs]
+        with pytest.raises(BadRequestError, match="prompt_logprobs"):
+            await client.completions.create(prompt=prompts[0], extra_body={"prompt_logprobs": 1}, **fields)
         await deployment.assert_idle()
