@@ -101,6 +101,14 @@ def generate(
         int | None,
         typer.Option("--logprobs", help="With --json: log-probabilities of the tokens and of this many likely ones."),
     ] = None,
+    prompt_logprobs: Annotated[
+        int | None,
+        typer.Option("--prompt-logprobs", help="With --json: the same of the prompt's tokens; its first has none."),
+    ] = None,
+    echo: Annotated[bool, typer.Option("--echo", help="Put the prompt before the output.")] = False,
+    truncate_prompt_tokens: Annotated[
+        int | None, typer.Option("--truncate-prompt-tokens", help="Keep only this many tokens of the prompt's end.")
+    ] = None,
     n: Annotated[int | None, typer.Option("--n", help="Number of choices.")] = None,
     best_of: Annotated[
         int | None, typer.Option("--best-of", help="Number of candidates, of which the best n are shown at the end.")
@@ -152,6 +160,9 @@ def generate(
         logit_bias=_bias(logit_bias or ()),
         bad_words=bad_words or (),
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        echo=True if echo else None,
+        truncate_prompt_tokens=truncate_prompt_tokens,
         n=n,
         best_of=best_of,
         beam_width=beam_width,
@@ -217,6 +228,7 @@ def completion_json(completion: Completion) -> dict[str, object]:
         "model": started.model,
         "tier": started.tier,
         "seed": started.sampling.seed,
+        "prompt_logprobs": [_logprob_json(one) for one in completion.prompt_logprobs] or None,
         "choices": [
             {
                 "index": choice.index,

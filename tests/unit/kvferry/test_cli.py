@@ -175,7 +175,10 @@ async def test_generate_asks_for_penalties_bias_and_logprobs(
 ) -> None:
     options = ("--presence-penalty", "1.5", "--frequency-penalty", "-1", "--repetition-penalty", "1.25")
     biased = ("--logit-bias", "42=-100", "--logit-bias", "7=0.5", "--bad-word", "dog", "--logprobs", "3")
-    outcome = await kvferry(environment, "generate", "--target", router.address, "--json", *options, *biased, "x")
+    about_prompt = ("--echo", "--prompt-logprobs", "0", "--truncate-prompt-tokens", "9")
+    outcome = await kvferry(
+        environment, "generate", "--target", router.address, "--json", *options, *biased, *about_prompt, "x"
+    )
     assert outcome.code == 0, outcome.stderr
     request = router.fake.requests[0]
     assert request.sampling == inference_pb2.SamplingOptions(
@@ -186,6 +189,8 @@ async def test_generate_asks_for_penalties_bias_and_logprobs(
         bad_words=["dog"],
     )
     assert request.response.logprobs == 3
+    assert request.response.echo and request.response.HasField("prompt_logprobs")
+    assert request.truncate_prompt_tokens == 9
     bad = await kvferry(environment, "generate", "--target", router.address, "--logit-bias", "dog=1", "x")
     assert (bad.code, bad.stderr) == (1, "error: --logit-bias: must be ID=VALUE, such as 42=-100, got 'dog=1'\n")
 
