@@ -6,7 +6,6 @@ constant time, all of them on every call, and appear in no message, log line or 
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import hmac
 import re
@@ -70,12 +69,10 @@ class Authenticator:
         try:
             yield
         except KvferryError as error:
-            if self._is_admin(metadata):
-                raise
-            shown = copy.copy(error)
-            shown.message = without_places(error.message)
-            shown.args = (shown.message,)
-            raise shown from None
+            if not self._is_admin(metadata):
+                error.message = without_places(error.message)
+                error.args = (error.message,)
+            raise
 
     def _is_admin(self, metadata: Metadata | None) -> bool:
         try:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from kvferry.config import RouterConfig, is_host_port
 from kvferry.errors import InvalidArgument, PermissionDenied, ResourceExhausted
 from kvferry.rpc import HeartbeatWriter, read_with_progress_deadline
+from kvferry.rpc.listen import WILDCARD_HOSTS
 from kvferry.tasks import run_until_first
 from kvferry.telemetry import log_event
 from kvferry.worker import check_progress_timeout
@@ -61,6 +62,8 @@ class Joining:
             raise InvalidArgument("role", f"must be one of {', '.join(roles)}, got {message.role!r:.80}")
         if not is_host_port(message.address, lowest_port=1):
             raise InvalidArgument("address", f"must be host:port, got {message.address!r:.80}")
+        if message.address.rpartition(":")[0] in WILDCARD_HOSTS:
+            raise InvalidArgument("address", f"{message.address} is no address to connect to")
         if len(message.worker_id) > MAX_WORKER_ID_CHARS or not message.worker_id.isprintable():
             raise InvalidArgument("worker_id", f"must be at most {MAX_WORKER_ID_CHARS} printable characters")
         check_progress_timeout("progress_timeout_s", message.progress_timeout_s)
@@ -83,14 +86,24 @@ class JoinServicer(membership_pb2_grpc.MembershipServiceServicer):
         if not self._accepts:
             raise PermissionDenied("this router lets no worker join: router.accept_joins is false", field="join")
         self._keys.check(context.invocation_metadata())
+        with self._place():
+            first = await read_with_progress_deadline(context, FIRST_MESSAGE_TIMEOUT_S, "the worker")
+            if first is None:
+                raise InvalidArgument("role", "the first message must say who joins")
+            joining = Joining.from_pb(first)
+            with self._listed(joining):
+                await self._serve(joining, context)
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        """One of the places there are, for the length of the block."""
         if self._num_open >= MAX_JOINS:
             raise ResourceExhausted(f"{MAX_JOINS} workers have joined, which is the most")
-        first = await read_with_progress_deadline(context, FIRST_MESSAGE_TIMEOUT_S, "the worker")
-        if first is None:
-            raise InvalidArgument("role", "the first message must say who joins")
-        joining = Joining.from_pb(first)
-        with self._listed(joining):
-            await self._serve(joining, context)
+        self._num_open += 1
+        try:
+            yield
+        finally:
+            self._num_open -= 1
 
     @contextmanager
     def _listed(self, joining: Joining) -> Iterator[None]:
@@ -98,12 +111,10 @@ class JoinServicer(membership_pb2_grpc.MembershipServiceServicer):
         source = f"join {next(self._numbers)}"
         role, address = joining.role, joining.address
         log_event(logger, "worker_joined", worker=joining.worker_id, role=role.value, address=address)
-        self._num_open += 1
         self._membership.list_workers(source, role, frozenset({address}))
         try:
             yield
         finally:
-            self._num_open -= 1
             log_event(logger, "worker_join_ended", worker=joining.worker_id, role=role.value, address=address)
             self._membership.list_workers(source, role, frozenset())
 

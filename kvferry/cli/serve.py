@@ -46,7 +46,8 @@ JoinOption = Annotated[
     typer.Option(
         "--join",
         metavar="HOST:PORT,…",
-        help="Routers this worker makes itself known to, where they do not list it (router.accept_joins).",
+        help="Routers this worker makes itself known to, where they do not list it (router.accept_joins); also "
+        "dns:///HOST:PORT. Where they ask for a key: join.key (KVFERRY_JOIN__KEY).",
     ),
 ]
 
@@ -82,7 +83,10 @@ def router(
     config: ConfigOption = None,
     settings: SetOption = None,
 ) -> None:
-    """Runs a router: what clients talk to. Without prefill workers the decode workers compute prompts themselves."""
+    """Runs a router: what clients talk to.
+
+    Where it lists no prefill workers, and none can join, the decode workers compute prompts themselves.
+    """
     flags: Overrides = {
         "router": {
             "grpc_listen": listen,

@@ -148,6 +148,7 @@ async def test_a_worker_whose_join_fell_silent_stays_while_it_is_watched(folder:
         ({"role": "both"}, InvalidArgument, "role: must be one of prefill, decode, got 'both'"),
         ({"address": "nowhere"}, InvalidArgument, "address: must be host:port, got 'nowhere'"),
         ({"address": ""}, InvalidArgument, "address"),
+        ({"address": "0.0.0.0:5061"}, InvalidArgument, "address: 0.0.0.0:5061 is no address to connect to"),
         ({"worker_id": "x" * 300}, InvalidArgument, "worker_id: must be at most 256"),
         ({"progress_timeout_s": 0.0}, InvalidArgument, "progress_timeout_s: must be 0.1"),
     ],

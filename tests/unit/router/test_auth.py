@@ -112,6 +112,9 @@ def test_errors_say_where_workers_run_to_administrators_only() -> None:
             raise Unavailable("10.0.0.7:50061 is gone", retry_after_s=2.0)
         return caught.value
 
+    with pytest.raises(InvalidArgument) as caught, authenticator.answering(None):
+        raise InvalidArgument("stopping.max_tokens", "0 is too few")
+    assert caught.value.message == "stopping.max_tokens: 0 is too few" and caught.value.field == "stopping.max_tokens"
     assert told(keys["root"]).message == "10.0.0.7:50061 is gone"
     for key in (keys["plain"], "nobody's-key"):
         error = told(key)
