@@ -87,8 +87,8 @@ def _make(kind: type[KvferryError], message: str, field: str | None, retry_after
 
 
 def _class_for(code: grpc.StatusCode, reason: str) -> type[KvferryError]:
-    own = (kind for kind in _tree(KvferryError) if kind is not KvferryError and "reason" in vars(kind))
-    by_reason = {kind.reason: kind for kind in own}  # kinds without a reason of their own do not travel
+    travelling = (kind for kind in _tree(KvferryError) if kind.__module__ == KvferryError.__module__)
+    by_reason = {kind.reason: kind for kind in travelling if kind is not KvferryError}
     if reason in by_reason:
         return by_reason[reason]
     fixed: dict[grpc.StatusCode, type[KvferryError]] = {
