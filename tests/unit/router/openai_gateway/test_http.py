@@ -336,8 +336,11 @@ async def _post(gateway: Gateway, path: str, body: object) -> tuple[asyncio.Stre
 async def test_a_client_that_goes_away_ends_the_work(gateway: Gateway, point: Point, stream: bool) -> None:
     """In the queue and in mid-stream; the work, not only the response."""
     gateway.network.hold(point, 1 if point is Point.TOKEN else 0)
-    _, writer = await _post(gateway, "/v1/completions", {**COMPLETION, "max_tokens": 9, "stream": stream})
+    reader, writer = await _post(gateway, "/v1/completions", {**COMPLETION, "max_tokens": 9, "stream": stream})
     await gateway.network.reached(point, 1 if point is Point.TOKEN else 0)
+    begun = stream and point is Point.TOKEN
+    if begun:
+        await reader.readuntil(b"data: ")
     writer.close()
     await gateway.network.all_ended()
     await until(lambda: gateway.router.app.serving.num_running == 0)
@@ -345,7 +348,6 @@ async def test_a_client_that_goes_away_ends_the_work(gateway: Gateway, point: Po
     count = gateway.router.sample
     phases = ["prefilling", *(["first_token", "decoding"] if point is Point.TOKEN else [])]  # as far as the router saw
     await until(lambda: sum(count("kvferry_requests_total", outcome="cancelled", phase=phase) for phase in phases) == 1)
-    begun = stream and point is Point.TOKEN
     status = "200" if begun else "499"
     await until(lambda: count("kvferry_http_responses_total", route="/v1/completions", status=status) == 1)
 
