@@ -17,7 +17,7 @@ from kvferry.config import JoinConfig
 from kvferry.errors import InvalidArgument, KvferryError, Unavailable
 from kvferry.rpc import HeartbeatWriter, RpcChannel, read_with_progress_deadline
 from kvferry.rpc.listen import WILDCARD_HOSTS
-from kvferry.rpc.names import follow_name, is_name
+from kvferry.rpc.names import FollowedTargets
 from kvferry.tasks import run_until_first
 from kvferry.telemetry import log_event
 from kvferry.worker import WorkerIdentity
@@ -66,24 +66,19 @@ class RouterJoins:
         self._joining = joining
         self._listed: dict[str, frozenset[str]] = {}  # by target
         self._joins: dict[str, asyncio.Task[None]] = {}  # by address
-        self._following: list[asyncio.Task[None]] = []
+        self._targets = FollowedTargets(refresh_s=config.dns_refresh_s)
 
     def start(self) -> None:
         """Begins to join, in the background."""
         for target in self._config.routers:
-            listed = partial(self._list, target)
-            if is_name(target):
-                following = follow_name(target, listed, refresh_s=self._config.dns_refresh_s)
-                self._following.append(asyncio.create_task(following))
-            else:
-                listed(frozenset({target}))
+            self._targets.add(target, partial(self._list, target))
 
     async def close(self) -> None:
         """Ends all streams: routers forget the worker once its watch has ended, too."""
-        tasks = [*self._following, *self._joins.values()]
-        for task in tasks:
+        await self._targets.close()
+        for task in self._joins.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._joins.values(), return_exceptions=True)
 
     def _list(self, target: str, addresses: frozenset[str]) -> None:
         self._listed[target] = addresses

@@ -20,9 +20,25 @@ Listed = Callable[[frozenset[str]], None]
 """Takes all addresses of a target, at every change."""
 
 
-def is_name(target: str) -> bool:
-    """Whether its addresses may change."""
-    return target.startswith(DNS_SCHEME)
+class FollowedTargets:
+    """Tells of the addresses of targets, at every change where they are names, until `close`."""
+
+    def __init__(self, *, refresh_s: float) -> None:
+        self._refresh_s = refresh_s
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def add(self, target: str, listed: Listed) -> None:
+        """From now on; an address is told of within this call."""
+        if target.startswith(DNS_SCHEME):
+            self._tasks.append(asyncio.create_task(follow_name(target, listed, refresh_s=self._refresh_s)))
+        else:
+            listed(frozenset({target}))
+
+    async def close(self) -> None:
+        """Follows nothing any more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 async def follow_name(target: str, listed: Listed, *, refresh_s: float) -> NoReturn:
