@@ -1,14 +1,15 @@
 """The public Python client.
 
-    async with Client("127.0.0.1:50051") as client:
+    async with AsyncClient("127.0.0.1:50051") as client:
         completion = await client.complete(GenerateOptions(prompt="Once upon", max_tokens=20))
         async with client.generate(GenerateOptions(prompt=[ChatMessage("user", "Hello")])) as events:
             async for event in events:          # messages as documented in proto/kvferry/v1/inference.proto
                 print(event.delta.text, end="")
 
 Leaving the block cancels the request, wherever it is. Errors are those of `kvferry.errors`. Where the router knows
-tenants, `Client(target, api_key=…)` says whose calls these are. With several routers, `Client(["a:50051", "b:50051"])`,
-a router that dies is a pause in the response and nothing else (`client_resume.py`).
+tenants, `AsyncClient(target, api_key=…)` says whose calls these are. With several routers,
+`AsyncClient(["a:50051", "b:50051"])`, a router that dies is a pause in the response and nothing else
+(`client_resume.py`).
 """
 
 from __future__ import annotations
@@ -307,7 +308,7 @@ class Completion:
         return self.choices[index]
 
 
-class Client:
+class AsyncClient:
     """Connections to the routers of one deployment; `api_key` goes with every call.
 
     Args:

@@ -20,7 +20,7 @@ from kvferry.cli.options import (
     router_of,
 )
 from kvferry.cli.router import connected
-from kvferry.client import ChatMessage, Client, Completion, GenerateOptions, Prompt
+from kvferry.client import AsyncClient, ChatMessage, Completion, GenerateOptions, Prompt
 from kvferry.config import Config
 from kvferry.errors import DeadlineExceeded, InvalidArgument, KvferryError
 from kvferry.rpc import run
@@ -269,7 +269,7 @@ def _bias(entries: Sequence[str]) -> dict[int, float]:
 
 
 async def stream_answer(
-    client: Client, options: GenerateOptions, timeout_s: float | None = None, *, is_quiet: bool = False
+    client: AsyncClient, options: GenerateOptions, timeout_s: float | None = None, *, is_quiet: bool = False
 ) -> Completion:
     """Writes the text of the first choice as it comes, unless quiet; returns the whole response.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.client import ChatMessage, Client, Completion, GenerateOptions
+from kvferry.client import AsyncClient, ChatMessage, Completion, GenerateOptions
 from tests.support.routers import routed
 from tests.support.workers import until
 
@@ -54,7 +54,7 @@ async def all_advance(num_tokens: Sequence[int]) -> None:
 @pytest.mark.timeout(300)
 async def test_killed_routers_change_no_stream(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="kvferry.client_resume")
-    async with routed(tmp_path) as deployment, Client([r.address for r in deployment.routers]) as client:
+    async with routed(tmp_path) as deployment, AsyncClient([r.address for r in deployment.routers]) as client:
         golden = [
             await client.complete(options_of(number), timeout_s=REQUEST_TIMEOUT_S) for number in range(NUM_STREAMS)
         ]
@@ -95,7 +95,7 @@ async def test_one_router_that_is_started_again_goes_on(tmp_path: Path) -> None:
     """Text goes on behind what came, from a router that knows nothing of it."""
     async with (
         routed(tmp_path, num_routers=1, num_workers=1) as deployment,
-        Client(deployment.routers[0].address, resume=True) as client,
+        AsyncClient(deployment.routers[0].address, resume=True) as client,
     ):
         (router,), options, was_killed = deployment.routers, options_of(3), False
         golden, completion = await client.complete(options, timeout_s=REQUEST_TIMEOUT_S), Completion()

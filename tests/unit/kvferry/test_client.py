@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvferry.client import ChatMessage, Client, GenerateOptions, PinOptions, Prompt
+from kvferry.client import AsyncClient, ChatMessage, GenerateOptions, PinOptions, Prompt
 from kvferry.errors import DataLoss, InvalidArgument
 from kvferry.sampling import Finish, FinishKind
 from proto.kvferry.v1 import inference_pb2
@@ -15,10 +15,10 @@ from tests.support.fake_router import TEXT, FakeRouter, start_fake_router
 
 
 @asynccontextmanager
-async def connected(fake: FakeRouter) -> AsyncIterator[Client]:
+async def connected(fake: FakeRouter) -> AsyncIterator[AsyncClient]:
     server, address = await start_fake_router(fake)
     try:
-        async with Client(address) as client:
+        async with AsyncClient(address) as client:
             yield client
     finally:
         await server.drain(0)
@@ -105,5 +105,5 @@ def test_options_of_the_cache_and_of_a_pin() -> None:
 @pytest.mark.parametrize("key", ["", "a b", "line\nfeed", "schlüssel"])
 async def test_a_key_that_no_header_can_carry_is_refused_without_repeating_it(key: str) -> None:
     with pytest.raises(InvalidArgument, match="printable ASCII") as caught:
-        Client("127.0.0.1:1", api_key=key)
+        AsyncClient("127.0.0.1:1", api_key=key)
     assert not key or key not in caught.value.message

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.client import Client, GenerateOptions
+from kvferry.client import AsyncClient, GenerateOptions
 from kvferry.errors import DataLoss, FailedPrecondition, InvalidArgument, KvferryError
 from kvferry.kv_layout import KvLayout
 from kvferry.sampling import Finish, FinishKind
@@ -322,7 +322,7 @@ async def test_a_request_whose_router_goes_before_it_answers_is_run_to_the_end_o
         start_router(network) as first,
         start_router(network) as second,
         Relay() as relay,
-        Client([relay.address, second.app.address]) as client,
+        AsyncClient([relay.address, second.app.address]) as client,
     ):
         relay.forward_to(first.app.address)
         for _ in range(2):  # both connections are there, and it is the relay's turn
