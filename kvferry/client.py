@@ -99,6 +99,7 @@ class GenerateOptions:
     cache_salt: str = ""
     shared_salt: str = ""
     request_id: str = ""
+    session_id: str = ""
 
     def to_pb(self) -> inference_pb2.GenerateRequest:
         """The message; raises InvalidArgument for a value its field cannot hold."""
@@ -126,7 +127,7 @@ class GenerateOptions:
         return request
 
 
-_LABEL_FIELDS = ("model", "tier", "tenant", "adapter", "request_id")
+_LABEL_FIELDS = ("model", "tier", "tenant", "adapter", "request_id", "session_id")
 _SAMPLING_FIELDS = (
     "temperature",
     "top_p",

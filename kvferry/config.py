@@ -184,6 +184,9 @@ class RouterConfig(_Frozen):
     """How long a request whose tokens are under way waits for a worker to come back; long enough for a restart."""
     retry_budget: float = Field(default=0.1, ge=0.0, le=1.0)
     """Retries without progress as a share of requests."""
+    max_session_lead: int = Field(default=8, ge=0)
+    """How much busier than the least busy (running and waiting requests, this router's own counted twice) a session's
+    worker may be and still be preferred; a request of the session goes to the least busy one then."""
     min_moved_tokens: int = Field(default=32, ge=0)
     """From how many output tokens on a sequence leaves a draining decode worker with its blocks, shipped from there;
     one with fewer is computed again by a prefill worker. 0: all are."""

@@ -22,7 +22,7 @@ from kvferry.sampling import Finish, FinishKind
 from kvferry.telemetry import Metrics, error_type
 from router.ledger import RequestLedger
 from router.membership import Membership
-from router.worker import MemberState, Worker
+from router.worker import MemberState, Role, Worker
 
 REFUSED_PHASE = "validation"
 """Phase of requests that end before they run."""
@@ -100,6 +100,12 @@ class RouterMetrics:
             "kvferry_moved_sequences", "Sequences that left a draining worker with their blocks.", registry=registry
         )
         self._moved_blocks = Counter("kvferry_moved_blocks", "Blocks shipped with them.", registry=registry)
+        self._session_choices = Counter(
+            "kvferry_session_choices",
+            "Workers chosen for requests with a session, by whether it was the session's own (kept).",
+            ("role", "kept"),
+            registry=registry,
+        )
         waiting = Gauge("kvferry_requests_waiting", "Requests without a first token yet.", registry=registry)
         waiting.set_function(lambda: self._num_waiting)
         self._running: dict[int, RequestRecord] = {}
@@ -135,6 +141,10 @@ class RouterMetrics:
         """One sequence that left a draining worker, and the blocks that were shipped with it."""
         self._moved.inc()
         self._moved_blocks.inc(num_blocks)
+
+    def count_session(self, role: Role, is_kept: bool) -> None:
+        """One worker chosen for a request with a session."""
+        self._session_choices.labels(role.value, str(is_kept).lower()).inc()
 
     def _observe(self, record: RequestRecord, error: BaseException | None) -> None:
         outcome = _outcome(record, error)

@@ -22,6 +22,7 @@ from router.constraint import CONSTRAINT_FIELDS, OutputConstraint, constraint_of
 from router.logit_rules import checked_bad_words, logit_rules
 from router.response_parts import ResponseParts, is_on, response_parts
 from router.resume import ReceivedResponse, resume_of
+from router.session import Session
 from router.text.chat_template import FIELD as CHAT_FIELD
 from router.text.chat_template import ChatMessage
 from router.text.tokenizer import TEXT_FIELD
@@ -30,6 +31,7 @@ HEARTBEATS_PER_TIMEOUT = 3
 MAX_CHAT_MESSAGES = 2_048
 """Every message costs work in Python while others wait; no conversation within a context has more."""
 MAX_REQUEST_ID_CHARS = 256
+MAX_SESSION_ID_CHARS = 256
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
@@ -127,6 +129,7 @@ class Request:
         tenant: whose request it is, by its API key.
         carries: what the response carries.
         truncate_prompt_tokens: most tokens of the prompt, its last ones; None for all.
+        session: whose workers are preferred; None for none.
         constraint: what the output has to be; None where it is free.
         resume: what the client has of the response already; None where it begins.
         heartbeat_interval_s: longest silence before a heartbeat; None for none.
@@ -162,6 +165,7 @@ class Request:
     cache_salt: str
     shared_salt: str
     tenant: str
+    session: Session | None = None
     constraint: OutputConstraint | None = None
     resume: ReceivedResponse | None = None
     heartbeat_interval_s: float | None = None
@@ -225,7 +229,7 @@ def _request(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
     sampling, stopping = message.sampling, message.stopping
     n, temperature, tier = _n(sampling), _temperature(sampling), message.tier or limits.default_tier
     return Request(
-        label=_label(message.request_id),
+        label=_printable("request_id", message.request_id, MAX_REQUEST_ID_CHARS),
         model=limits.model,
         prompt=_prompt(message, limits),
         truncate_prompt_tokens=_truncate_prompt_tokens(message, limits),
@@ -254,6 +258,7 @@ def _request(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
         cache_salt=_salt("cache.cache_salt", message.cache.cache_salt),
         shared_salt=_salt("cache.shared_salt", message.cache.shared_salt),
         tenant=_tenant(message.tenant, tenant),
+        session=_session(message.session_id, tenant),
         constraint=_constraint(message),
         resume=resume_of(message, n=n, vocab_size=limits.vocab_size),
         heartbeat_interval_s=heartbeat_interval_s(message),
@@ -351,7 +356,6 @@ def _check_quota(role: str, tenant: str, num_needed: int, what: str, num_blocks:
 UNSUPPORTED_FIELDS: Mapping[str, Callable[[pb.GenerateRequest], bool]] = MappingProxyType(
     {
         "structural_tag": lambda m: m.HasField("structural_tag"),
-        "session_id": lambda m: bool(m.session_id),
     }
 )
 
@@ -426,12 +430,16 @@ def _check_size(message: pb.GenerateRequest, limits: Limits) -> None:
         raise InvalidArgument(PROMPT_FIELD, f"the request has {num_bytes} bytes; at most {limits.max_request_bytes}")
 
 
-def _label(label: str) -> str:
-    if len(label) > MAX_REQUEST_ID_CHARS:
-        raise InvalidArgument("request_id", f"has {len(label)} characters; at most {MAX_REQUEST_ID_CHARS}")
-    if not label.isprintable():
-        raise InvalidArgument("request_id", "holds a character that is not printable")
-    return label
+def _printable(field: str, text: str, max_chars: int) -> str:
+    if len(text) > max_chars:
+        raise InvalidArgument(field, f"has {len(text)} characters; at most {max_chars}")
+    if not text.isprintable():
+        raise InvalidArgument(field, "holds a character that is not printable")
+    return text
+
+
+def _session(name: str, tenant: str) -> Session | None:
+    return Session(tenant, _printable("session_id", name, MAX_SESSION_ID_CHARS)) if name else None
 
 
 def _adapter(name: str, limits: Limits) -> str:

@@ -16,6 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from router.openai.errors import BodyTooLarge, BodyTooSlow
 
 REQUEST_ID = "x-request-id"
+SESSION_ID = "x-session-id"
 BODY_TIMEOUT_S = 60.0
 """How long a body may take: it holds a place among the requests in flight, and memory."""
 

@@ -20,6 +20,7 @@ from proto.kvferry.v1 import inference_pb2 as pb
 from router.models import Model
 from router.openai.body import parse
 from router.openai.endpoint import Call
+from router.openai.exchange import SESSION_ID
 from router.openai.fields import GenerationFields
 from router.openai.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from router.openai.requests import ChatBody, CompletionBody
@@ -44,6 +45,8 @@ async def chat(call: Call) -> None:
 
 async def _generate(call: Call, body: GenerationFields, *, is_chat: bool) -> None:
     messages = body.requests(call.exchange.request_id)
+    for message in messages:
+        message.session_id = message.session_id or call.exchange.headers.get(SESSION_ID, "")
     if body.user:
         call.span.set_attribute(Attributes.END_USER_ID, body.user)
     form = _form(body, messages[0], call.serving.parts.models.find(messages[0].model), is_chat=is_chat)

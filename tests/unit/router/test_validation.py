@@ -245,6 +245,8 @@ BAD: list[tuple[dict[str, Any], type[KvferryError], str]] = [
     ({"text": "a", "cache": {"cache_salt": "x" * 257}}, InvalidArgument, "cache_salt.*256"),
     ({"text": "a", "cache": {"shared_salt": "x" * 257}}, InvalidArgument, "shared_salt.*256"),
     ({"text": "a", "tenant": "other"}, PermissionDenied, "tenant"),
+    ({"text": "a", "session_id": "x" * 257}, InvalidArgument, "session_id: has 257 characters; at most 256"),
+    ({"text": "a", "session_id": "a\nb"}, InvalidArgument, "session_id: .* not printable"),
     *(
         ({"text": "a", "sampling": sampling}, InvalidArgument, message)
         for sampling, message in (
