@@ -2,6 +2,7 @@
 
     KvferryError
     ├── InvalidArgument       the caller's fault; names the field and the limit
+    │   ├── ContextExceeded   prompt and output do not fit the model's context
     │   └── UnsupportedField  a field this version does not support (UNIMPLEMENTED), never ignored
     ├── Unauthenticated       no API key, or one that nobody has
     ├── PermissionDenied      a good API key, for something that is not its tenant's
@@ -46,6 +47,12 @@ class InvalidArgument(KvferryError):
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}", field=field)
+
+
+class ContextExceeded(InvalidArgument):
+    """Prompt and output have more tokens than the model's context; a shorter conversation would do."""
+
+    reason = "CONTEXT_EXCEEDED"
 
 
 class UnsupportedField(InvalidArgument):

@@ -23,13 +23,15 @@ async def connected(router: RouterTarget, traces: TelemetryConfig | None = None)
     """
     await _check_one_listens(router.addresses)
     if traces is None or traces.otlp_endpoint is None:
-        async with AsyncClient(router.addresses, api_key=router.api_key) as client:
+        async with AsyncClient(router.addresses, api_key=router.api_key, resume=router.resume) as client:
             yield client
         return
     configure_logging(traces, "client", "cli")
     telemetry = start_telemetry(traces, "client", "cli")
     try:
-        async with AsyncClient(router.addresses, tracer=telemetry.tracer, api_key=router.api_key) as client:
+        async with AsyncClient(
+            router.addresses, tracer=telemetry.tracer, api_key=router.api_key, resume=router.resume
+        ) as client:
             yield client
     finally:
         await telemetry.shutdown()

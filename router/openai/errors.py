@@ -12,6 +12,7 @@ from typing import Any
 
 from kvferry.errors import (
     Cancelled,
+    ContextExceeded,
     DataLoss,
     DeadlineExceeded,
     FailedPrecondition,
@@ -71,6 +72,7 @@ ANSWERS = MappingProxyType(
         BodyTooLarge: Answer(413, INVALID, "request_too_large"),
         BodyTooSlow: Answer(408, INVALID, "request_timeout"),
         UnsupportedField: Answer(400, INVALID, "unsupported_field"),
+        ContextExceeded: Answer(400, INVALID, "context_length_exceeded"),
         InvalidArgument: Answer(400, INVALID, "invalid_value"),
         Unauthenticated: Answer(401, "authentication_error", "invalid_api_key"),
         PermissionDenied: Answer(403, "permission_error", "permission_denied"),

@@ -91,7 +91,7 @@ async def test_it_is_for_those_who_may_generate_while_the_router_is_open(start_r
             for call in (client.tokenize("AB"), client.detokenize([35])):
                 with pytest.raises(RouterDraining):
                     await call
-    async with start_router(wait=False) as router, AsyncClient(router.app.address) as client:
+    async with start_router(wait=False, accept_joins=True) as router, AsyncClient(router.app.address) as client:
         with pytest.raises(Unavailable, match="no decode worker is ready"):
             await client.tokenize("AB")
 
