@@ -158,8 +158,7 @@ def generate(
 ) -> None:
     """Continues a prompt and streams the text."""
     _check_beam_options(beam_width, length_penalty, early_stopping=early_stopping)
-    if include_stop and not stop:
-        raise InvalidArgument("--include-stop", "needs --stop")
+    _check_stop_options(stop, include_stop=include_stop)
     effective = configuration(config, settings)
     options = GenerateOptions(
         prompt=prompt_of(prompt, prompt_token_ids),
@@ -197,8 +196,13 @@ def generate(
         session_id=session_id,
         **constraint_of(json_schema, json_object, regex, choice, grammar),
     )
-    router = router_of(target, api_key, effective, resume=resume)
-    completion = run(request(router, effective, options, timeout_s, is_quiet=as_json))
+    _answer(router_of(target, api_key, effective, resume=resume), effective, options, timeout_s, as_json=as_json)
+
+
+def _answer(
+    router: RouterTarget, config: Config, options: GenerateOptions, timeout_s: float | None, *, as_json: bool
+) -> None:
+    completion = run(request(router, config, options, timeout_s, is_quiet=as_json))
     if as_json:
         write_json(completion_json(completion))
 
@@ -313,6 +317,12 @@ def _check_beam_options(beam_width: int | None, length_penalty: float | None, *,
     for option, is_set in (("--length-penalty", length_penalty is not None), ("--early-stopping", early_stopping)):
         if is_set and beam_width is None:
             raise InvalidArgument(option, "needs --beam-width")
+
+
+def _check_stop_options(stop: Sequence[str] | None, *, include_stop: bool) -> None:
+    """Raises InvalidArgument for an option of stop strings without one."""
+    if include_stop and not stop:
+        raise InvalidArgument("--include-stop", "needs --stop")
 
 
 def prompt_of(text: str | None, token_ids: str | None) -> Prompt:

@@ -12,6 +12,7 @@ import pytest
 
 from kvferry import __version__
 from kvferry.config import load_config
+from kvferry.errors import Unavailable
 from proto.kvferry.v1 import inference_pb2
 from tests.support.commands import Outcome
 from tests.support.fake_router import TEXT, FakeRouter, events, start_fake_router
@@ -202,6 +203,36 @@ async def test_generate_keeps_the_stop_string_where_it_is_told_to(
     assert (await kvferry(environment, *arguments)).code == 0
     expected = inference_pb2.StoppingOptions(stop=["is"], include_stop_str_in_output=True)
     assert router.fake.requests[0].stopping == expected
+
+
+class BreakingRouter(FakeRouter):
+    """Its first response breaks off behind the first token; a resumed one has the rest."""
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]
+        self.requests.append(request)
+        begin, first, *rest = events(request)
+        begin.started.prompt_digest = b"digest"
+        await context.write(begin)
+        if not request.HasField("resume"):
+            await context.write(first)
+            raise Unavailable("the router is gone")
+        for event in rest:
+            await context.write(event)
+
+
+@pytest.mark.parametrize(("option", "goes_on"), [("--resume", True), ("--no-resume", False), (None, False)])
+async def test_a_response_goes_on_where_it_is_told_to(
+    kvferry: Kvferry, environment: dict[str, str], option: str | None, goes_on: bool
+) -> None:
+    fake = BreakingRouter()
+    server, address = await start_fake_router(fake)
+    arguments = [option] if option is not None else []
+    outcome = await kvferry(environment, "generate", "--target", address, *arguments, "x")
+    await server.drain(0)
+    if goes_on:
+        assert outcome == Outcome(0, TEXT + "\n", "")
+    else:
+        assert outcome == Outcome(1, TEXT[:5] + "\n", "error: the router is gone\n")
 
 
 async def test_target_comes_from_the_configuration_too(
