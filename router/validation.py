@@ -583,7 +583,8 @@ def _max_tokens(stopping: pb.StoppingOptions, limits: Limits) -> int | None:
     if not stopping.HasField("max_tokens"):
         return None
     if not 1 <= stopping.max_tokens < limits.max_context:
-        raise InvalidArgument(
+        kind = ContextExceeded if stopping.max_tokens else InvalidArgument
+        raise kind(
             "stopping.max_tokens",
             f"{stopping.max_tokens} is not between 1 and {limits.max_context - 1} (a context of {limits.max_context})",
         )

@@ -103,6 +103,7 @@ async def test_a_value_out_of_its_limits_is_a_bad_request(start_gateway: StartGa
         ({"prompt": "a b " * 9000}, "prompt"),  # refused before it is tokenised
         ({"prompt": [5] * 256}, "prompt"),
         ({"prompt": [5] * 100, "max_tokens": 157}, "max_tokens"),
+        ({"max_tokens": 256}, "max_tokens"),
     ],
 )
 async def test_what_is_longer_than_the_context_has_the_code_that_clients_look_for(
