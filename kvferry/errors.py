@@ -2,8 +2,8 @@
 
     KvferryError
     ├── InvalidArgument       the caller's fault; names the field and the limit
-    │   ├── ContextExceeded   prompt and output do not fit the model's context
-    │   └── UnsupportedField  a field this version does not support (UNIMPLEMENTED), never ignored
+    │   ├── UnsupportedField  a field this version does not support (UNIMPLEMENTED), never ignored
+    │   └── ContextExceeded   prompt, or prompt and output, longer than the model's context
     ├── Unauthenticated       no API key, or one that nobody has
     ├── PermissionDenied      a good API key, for something that is not its tenant's
     ├── NotFound              unknown model, adapter, request
@@ -49,12 +49,6 @@ class InvalidArgument(KvferryError):
         super().__init__(f"{field}: {message}", field=field)
 
 
-class ContextExceeded(InvalidArgument):
-    """Prompt and output have more tokens than the model's context; a shorter conversation would do."""
-
-    reason = "CONTEXT_EXCEEDED"
-
-
 class UnsupportedField(InvalidArgument):
     """A field of the public request that this version does not support; refused by name."""
 
@@ -63,6 +57,12 @@ class UnsupportedField(InvalidArgument):
 
     def __init__(self, field: str, message: str = "not supported by this version; leave it unset") -> None:
         super().__init__(field, message)
+
+
+class ContextExceeded(InvalidArgument):
+    """The prompt, or it and the output that is asked for, is longer than the context; clients look for this one."""
+
+    reason = "CONTEXT_LENGTH_EXCEEDED"
 
 
 class Unauthenticated(KvferryError):

@@ -284,8 +284,8 @@ def fit(request: Request, num_prompt_tokens: int, limits: Limits) -> int:
     """Most output tokens in force for a prompt of this length.
 
     Raises:
-        InvalidArgument: the prompt is empty.
-        ContextExceeded: the prompt is, alone or with its output, beyond the context.
+        InvalidArgument: the prompt is empty, or more tokens are needed than may be made.
+        ContextExceeded: it, or it and its output, is beyond the context.
         ResourceExhausted: no worker's whole pool could hold it, so it can never run.
     """
     if num_prompt_tokens < 1:
@@ -591,7 +591,8 @@ def _max_tokens(stopping: pb.StoppingOptions, limits: Limits) -> int | None:
     if not stopping.HasField("max_tokens"):
         return None
     if not 1 <= stopping.max_tokens < limits.max_context:
-        raise InvalidArgument(
+        kind = ContextExceeded if stopping.max_tokens else InvalidArgument
+        raise kind(
             "stopping.max_tokens",
             f"{stopping.max_tokens} is not between 1 and {limits.max_context - 1} (a context of {limits.max_context})",
         )

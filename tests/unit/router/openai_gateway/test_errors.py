@@ -97,6 +97,26 @@ async def test_a_value_out_of_its_limits_is_a_bad_request(start_gateway: StartGa
 
 
 @pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": "a b " * 130}, "prompt"),
+        ({"prompt": "a b " * 9000}, "prompt"),  # refused before it is tokenised
+        ({"prompt": [5] * 256}, "prompt"),
+        ({"prompt": [5] * 100, "max_tokens": 157}, "max_tokens"),
+        ({"max_tokens": 256}, "max_tokens"),
+    ],
+)
+async def test_what_is_longer_than_the_context_has_the_code_that_clients_look_for(
+    start_gateway: StartGateway, fields: dict[str, Any], param: str
+) -> None:
+    async with start_gateway() as gateway:
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await gateway.openai.completions.create(**{**COMPLETION, **fields}, stream=stream)
+            assert (caught.value.param, caught.value.code) == (param, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("suffix", "x"),
