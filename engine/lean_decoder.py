@@ -9,14 +9,16 @@ its own forward pass. Embedding and rotary embedding stay transformers'.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from engine.packed_weights import kept_weights
 from engine.paged_attention import AttentionCall, PagedBatch
-from kernels.decoder import DecoderShape, LayerWeights, NativeDecoder, NativeKernels
+from kernels.decoder import DecoderShape, LayerWeights, NativeDecoder, NativeKernels, pack_decoder
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
@@ -51,9 +53,16 @@ class LeanDecoder:
 
 
 def lean_decoder(
-    model: PreTrainedModel, calls: Sequence[AttentionCall], kernels: NativeKernels, dtype: torch.dtype
+    model: PreTrainedModel,
+    calls: Sequence[AttentionCall],
+    kernels: NativeKernels,
+    dtype: torch.dtype,
+    packed_file: Path | None = None,
 ) -> LeanDecoder | None:
-    """None for a model that is none of Llama's family, or that differs from it where it matters."""
+    """None for a model that is none of Llama's family, or that differs from it where it matters.
+
+    `packed_file`: where its packed weights are, or are to be kept.
+    """
     if not _is_like_llama(model, calls):
         return None
     config, inner = model.config, _untyped(model.model)
@@ -62,13 +71,17 @@ def lean_decoder(
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         num_heads=config.num_attention_heads,
+        num_kv_heads=calls[0].num_kv_heads,
+        head_dim=calls[0].head_dim,
         vocab_size=head.shape[0],
         epsilon=config.rms_norm_eps,
         scaling=inner.layers[0].self_attn.scaling,
+        windows=tuple(call.sliding_window for call in calls),
     )
-    layers = [_layer(layer, call.sliding_window) for layer, call in zip(inner.layers, calls, strict=True)]
-    decoder = NativeDecoder(kernels, shape, layers, inner.norm.weight, head, dtype)
-    return LeanDecoder(model, decoder)
+    weights = kept_weights(
+        packed_file, lambda: pack_decoder(map(_weights, inner.layers), inner.norm.weight, head, dtype)
+    )
+    return LeanDecoder(model, NativeDecoder(kernels, shape, weights, dtype))
 
 
 def _is_like_llama(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> bool:
@@ -88,7 +101,7 @@ def _untyped(module: Any) -> Any:
     return module
 
 
-def _layer(layer: Any, window: int | None) -> LayerWeights:
+def _weights(layer: Any) -> LayerWeights:
     attention, mlp = layer.self_attn, layer.mlp
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     has_bias = attention.q_proj.bias is not None
@@ -106,5 +119,4 @@ def _layer(layer: Any, window: int | None) -> LayerWeights:
         mlp_norm=layer.post_attention_layernorm.weight,
         query_norm=getattr(getattr(attention, "q_norm", None), "weight", None),
         key_norm=getattr(getattr(attention, "k_norm", None), "weight", None),
-        window=window,
     )

@@ -34,7 +34,7 @@ from engine.paged_attention import (
     build_paged_batch,
     register_attention,
 )
-from kernels.decoder import NativeKernels
+from kernels.decoder import PACKING, NativeKernels
 from kernels.reference import paged_attention
 from kvferry.errors import FailedPrecondition
 from kvferry.kv_layout import KvLayout
@@ -84,10 +84,12 @@ def load_model(
     block_size: int,
     max_context: int | None = None,
     kernels: NativeKernels | None = None,
+    packed_folder: Path | None = None,
 ) -> LoadedModel:
     """Load the model in `folder` with weights and KV in `dtype` ("float32" or "bfloat16").
 
-    With `kernels` a model of Llama's family runs on them as a whole, every other one's attention does.
+    With `kernels` a model of Llama's family runs on them as a whole, of any other its attention. Packed weights are
+    kept in `packed_folder`, if there is one.
 
     Raises:
         FailedPrecondition: a file is missing or damaged, a tensor is missing, or the model cannot be served exactly.
@@ -108,7 +110,10 @@ def load_model(
         model_fingerprint=model_fingerprint(folder),
         rope_digest=_rope_digest(config),
     )
-    lean = None if kernels is None else lean_decoder(model, calls, kernels, TORCH_DTYPES[dtype])
+    packed_file = (
+        packed_folder and packed_folder / f"weights-{PACKING}-{layout.model_fingerprint[:32]}-{dtype}.safetensors"
+    )
+    lean = None if kernels is None else lean_decoder(model, calls, kernels, TORCH_DTYPES[dtype], packed_file)
     forward = lean or GenericForward(model)
     attend = paged_attention if kernels is None else kernels.paged_attention
     vocab_size = _compare_with_eager(folder, model, layout, forward, attend)

@@ -6,6 +6,7 @@ rows that sample or are scored → `sample_rows`, `score_rows`.
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from kernels.decoder import NativeKernels
 from kernels.native import NativeMissing, open_native
 from kernels.reference import paged_attention
 from kvferry.errors import FailedPrecondition
+from kvferry.host_memory import give_back_freed
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +41,10 @@ class ModelRunner:
             block_size=config.block_size,
             max_context=config.max_context,
             kernels=kernels,
+            packed_folder=config.kernels_folder,
         )
+        gc.collect()  # transformers' layers, where they are not used: they refer to each other
+        give_back_freed()
         self.layout = self._loaded.layout
         self.max_context = self._loaded.max_context
         self.vocab_size = self._loaded.vocab_size

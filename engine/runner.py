@@ -31,7 +31,7 @@ class RunnerConfig:
         num_threads: torch threads of this process.
         max_context: upper limit on a sequence's tokens; None: what the model's configuration allows.
         kernels: "native", "reference", or "auto": native where they can be built.
-        kernels_folder: where the native ones are kept once they are built.
+        kernels_folder: where the native ones are kept once they are built, and weights packed for them.
     """
 
     num_blocks: int | Callable[[int], int]

@@ -1,6 +1,6 @@
 """A decoder of Llama's family on the native kernels: weights packed once, then one call a step.
 
-    LayerWeights … ─► `NativeDecoder` (packs) ─► layers(x, …) ─► x ─► head(x, rows) ─► logits
+    LayerWeights … ─► `pack_decoder` ─► `NativeDecoder`: layers(x, …) ─► x ─► head(x, rows) ─► logits
 
 Every row is computed in the same order of operations whatever else is in the step: `kernels/cpu/linear.h` and
 `attention.h` say how.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,8 @@ from kernels.native import AttentionSettings, Cache, Decoder, Layer, Linear, Nat
 
 TILE = 32
 """Output features of a tile, as in `linear.h`; rows are padded to it."""
+PACKING = 1
+"""Counts up with every change of what `pack_decoder` makes."""
 GATES = TILE // 2
 """Gates of a tile whose other half are their partners."""
 
@@ -61,7 +63,6 @@ class LayerWeights:
         output: `[H, heads · D]`.
         gate, up: `[I, H]`; `down`: `[H, I]`.
         attention_norm, mlp_norm: `[H]`; query_norm, key_norm: `[D]`, or None.
-        window: tokens a token sees; None: all.
     """
 
     query: Tensor
@@ -77,19 +78,57 @@ class LayerWeights:
     mlp_norm: Tensor
     query_norm: Tensor | None
     key_norm: Tensor | None
-    window: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """What layers have in common. `scaling` of the scores."""
+    """What layers have in common. `scaling` of the scores; `windows` of the layers, None: all tokens are seen."""
 
     hidden_size: int
     intermediate_size: int
     num_heads: int
+    num_kv_heads: int
+    head_dim: int
     vocab_size: int
     epsilon: float
     scaling: float
+    windows: tuple[int | None, ...]
+
+
+def pack_layer(of: LayerWeights, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What `NativeDecoder` needs of a layer, by name; what the layer has not is missing."""
+    packed = {
+        "projection": pack(torch.cat([of.query, of.key, of.value]), dtype),
+        "output": pack(of.output, dtype),
+        "gate_up": pack_gate_up(of.gate, of.up, dtype),
+        "down": pack(of.down, dtype),
+    }
+    vectors = {
+        "projection.bias": of.bias,
+        "output.bias": of.output_bias,
+        "attention_norm": of.attention_norm,
+        "mlp_norm": of.mlp_norm,
+        "query_norm": of.query_norm,
+        "key_norm": of.key_norm,
+    }
+    return packed | {name: pad(values) for name, values in vectors.items() if values is not None}
+
+
+def pack_decoder(
+    layers: Iterable[LayerWeights], final_norm: Tensor, head: Tensor, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """What `NativeDecoder` needs, by name. `final_norm`: `[H]`; `head`: `[vocab_size, H]`."""
+    packed = {"final_norm": pad(final_norm), "head": pack(head, dtype)}
+    for number, layer in enumerate(layers):
+        packed |= {f"{number}.{name}": tensor for name, tensor in pack_layer(layer, dtype).items()}
+    return packed
+
+
+def pad(values: Tensor) -> Tensor:
+    """`[count]` → `[padded(count)]` float32, filled up with zeros."""
+    filled = torch.zeros(padded(len(values)))
+    filled[: len(values)] = values
+    return filled
 
 
 class NativeKernels:
@@ -155,22 +194,17 @@ class NativeDecoder:
     """Layers and output layer of one model. Its methods belong to one thread at a time."""
 
     def __init__(
-        self,
-        kernels: NativeKernels,
-        shape: DecoderShape,
-        layers: Sequence[LayerWeights],
-        final_norm: Tensor,
-        head: Tensor,
-        dtype: torch.dtype,
+        self, kernels: NativeKernels, shape: DecoderShape, weights: Mapping[str, Tensor], dtype: torch.dtype
     ) -> None:
-        self._kernels, self._dtype = kernels, dtype
-        self._alive: list[Tensor] = []  # what the structures point to
-        self._layers = (Layer * len(layers))(*(self._layer(weights) for weights in layers))
+        """`weights`: of `pack_decoder`, with the same dtype."""
+        self._kernels, self._shape, self._weights = kernels, shape, weights  # which the structures point to
         self._width = padded(shape.hidden_size)
-        self._vocab_size = shape.vocab_size
+        self._layers = (Layer * len(shape.windows))(
+            *(self._layer(number, window) for number, window in enumerate(shape.windows))
+        )
         self._decoder = Decoder(
             is_bfloat16=int(dtype == torch.bfloat16),
-            num_layers=len(layers),
+            num_layers=len(shape.windows),
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,
             num_heads=shape.num_heads,
@@ -178,40 +212,36 @@ class NativeDecoder:
             scaling=shape.scaling,
             softcap=0.0,
             layers=self._layers,
-            final_norm=self._vector(final_norm),
-            head=self._linear(pack(head, dtype), head.shape),
+            final_norm=self._pointer("final_norm"),
+            head=self._linear("head", shape.hidden_size, shape.vocab_size),
         )
 
-    def _layer(self, of: LayerWeights) -> Layer:
-        projection = torch.cat([of.query, of.key, of.value])
+    def _layer(self, number: int, window: int | None) -> Layer:
+        shape, prefix = self._shape, f"{number}."
+        heads = shape.num_heads * shape.head_dim
+        projected = heads + 2 * shape.num_kv_heads * shape.head_dim
+        gates = 2 * _whole_gates(shape.intermediate_size)
         return Layer(
-            projection=self._linear(pack(projection, self._dtype), projection.shape, of.bias),
-            output=self._linear(pack(of.output, self._dtype), of.output.shape, of.output_bias),
-            gate_up=self._linear(
-                pack_gate_up(of.gate, of.up, self._dtype), (2 * _whole_gates(len(of.gate)), of.gate.shape[1])
-            ),
-            down=self._linear(pack(of.down, self._dtype), of.down.shape),
-            attention_norm=self._vector(of.attention_norm),
-            mlp_norm=self._vector(of.mlp_norm),
-            query_norm=None if of.query_norm is None else self._vector(of.query_norm),
-            key_norm=None if of.key_norm is None else self._vector(of.key_norm),
-            window=of.window or 0,
+            projection=self._linear(f"{prefix}projection", shape.hidden_size, projected),
+            output=self._linear(f"{prefix}output", heads, shape.hidden_size),
+            gate_up=self._linear(f"{prefix}gate_up", shape.hidden_size, gates),
+            down=self._linear(f"{prefix}down", shape.intermediate_size, shape.hidden_size),
+            attention_norm=self._pointer(f"{prefix}attention_norm"),
+            mlp_norm=self._pointer(f"{prefix}mlp_norm"),
+            query_norm=self._pointer(f"{prefix}query_norm"),
+            key_norm=self._pointer(f"{prefix}key_norm"),
+            window=window or 0,
         )
 
-    def _linear(self, packed: Tensor, shape: Sequence[int], bias: Tensor | None = None) -> Linear:
-        self._alive.append(packed)
-        return Linear(
-            packed=packed.data_ptr(),
-            bias=None if bias is None else self._vector(bias),
-            num_inputs=shape[1],
-            num_outputs=shape[0],
-        )
+    def _linear(self, name: str, num_inputs: int, num_outputs: int) -> Linear:
+        packed = self._weights[name]
+        if packed.numel() != padded(num_outputs) * num_inputs:
+            raise ValueError(f"packed {name} has {packed.numel()} elements, not {padded(num_outputs)} · {num_inputs}")
+        return Linear(packed.data_ptr(), self._pointer(f"{name}.bias"), num_inputs, num_outputs)
 
-    def _vector(self, values: Tensor) -> int:
-        filled = torch.zeros(padded(len(values)))
-        filled[: len(values)] = values
-        self._alive.append(filled)
-        return filled.data_ptr()
+    def _pointer(self, name: str) -> int | None:
+        tensor = self._weights.get(name)
+        return None if tensor is None else tensor.data_ptr()
 
     def layers(
         self,
@@ -250,7 +280,7 @@ class NativeDecoder:
 
     def head(self, x: Tensor, rows: Tensor) -> Tensor:
         """Float32 logits `[len(rows), vocab_size]` of the rows `rows` (int64) of what `layers` returned."""
-        width = padded(self._vocab_size)
+        width = padded(self._shape.vocab_size)
         logits = torch.empty(len(rows), width)
         self._kernels.native.head(
             self._kernels.team,
@@ -261,7 +291,7 @@ class NativeDecoder:
             logits.data_ptr(),
             width,
         )
-        return logits[:, : self._vocab_size]
+        return logits[:, : self._shape.vocab_size]
 
 
 def _whole_gates(count: int) -> int:
