@@ -20,7 +20,7 @@ from engine.sequence import Priority, Sequence
 from kvferry.client import Completion, GenerateOptions
 from kvferry.sampling import SamplingParams
 from tests.golden.drivers import parity_config
-from tests.golden.logprobs import NUM_TOP, Truth
+from tests.golden.logprobs import NUM_TOP, TOLERANCE, Truth
 from tests.golden.parity import random_prompts
 from tests.support.deployment import Deployment, deployment_config, running_deployment
 from tests.support.models import VOCAB_SIZE, save_tiny_model
@@ -120,7 +120,11 @@ async def check_http(deployment: Deployment, prompts: SequenceOf[list[int]]) -> 
             for choice, other in zip(answer.choices, wanted.choices, strict=True):
                 assert choice.logprobs is not None and choice.logprobs.top_logprobs is not None
                 assert choice.logprobs.tokens == [f"token_id:{token_id}" for token_id in other.token_ids]
-                assert choice.logprobs.token_logprobs == pytest.approx([one.logprob for one in other.logprobs])
+                assert choice.logprobs.token_logprobs == pytest.approx(
+                    [one.logprob for one in other.logprobs], abs=TOLERANCE
+                )
                 for top, one in zip(choice.logprobs.top_logprobs, other.logprobs, strict=True):
                     told = {each.token_id: each.logprob for each in (*one.top, one)}
-                    assert top == {f"token_id:{token_id}": pytest.approx(value) for token_id, value in told.items()}
+                    assert top == {
+                        f"token_id:{token_id}": pytest.approx(value, abs=TOLERANCE) for token_id, value in told.items()
+                    }
