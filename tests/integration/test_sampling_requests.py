@@ -85,7 +85,11 @@ async def asking(config: Config, num_prefill: int = 1) -> AsyncIterator[Asker]:
     """Neighbours are served all the while, the same tokens each time."""
     async with running_deployment(config, num_prefill=num_prefill) as deployment:
         asker, is_over = Asker(deployment), asyncio.Event()
-        neighbours = [{"seed": 5, "temperature": 1.0}, {"presence_penalty": 1.0}, {"min_tokens": 5}]
+        neighbours: list[dict[str, Any]] = [
+            {"seed": 5, "temperature": 1.0},
+            {"presence_penalty": 1.0},
+            {"min_tokens": 5},
+        ]
 
         async def ask_neighbours() -> list[list[int]]:
             jobs = (asker.ids(PROMPT[number:], **fields) for number, fields in enumerate(neighbours))
@@ -130,18 +134,16 @@ async def test_log_probabilities_are_finite_over_both_interfaces(config: Config,
     """R080: what is banned by a filter, a bias or a grammar has the model's own log-probability."""
     async with asking(config, num_prefill) as asker:
         first = (await asker.ids())[0]
-        for fields in (
-            {"top_k": 1, "temperature": 1.0},
-            {"logit_bias": {first: -100.0}},
-            {"allowed_token_ids": [50, 51]},
-            {"regex": "[0-9]{4}"},
-        ):
+        cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            ({"top_k": 1, "temperature": 1.0},) * 2,
+            ({"allowed_token_ids": [50, 51]},) * 2,
+            ({"logit_bias": {first: -100.0}}, {"logit_bias": {str(first): -100.0}}),
+            ({"regex": "[0-9]{4}"}, {"structured_outputs": {"regex": "[0-9]{4}"}}),
+        ]
+        for fields, http_fields in cases:
             (choice,) = (await asker.grpc(logprobs=5, **fields)).choices
             assert choice.logprobs and all(map(math.isfinite, values(choice.logprobs)))
-            structured = {"structured_outputs": {"regex": fields["regex"]}} if "regex" in fields else fields
-            if "logit_bias" in fields:
-                structured = {"logit_bias": {str(first): -100.0}}
-            answer = await asker.http(logprobs=5, **structured)
+            answer = await asker.http(logprobs=5, **http_fields)
             assert answer.status_code == 200, answer.text
             (other,) = json.loads(answer.text, parse_constant=no_number)["choices"]
             wanted = [one.logprob for one in choice.logprobs]
@@ -248,16 +250,34 @@ async def test_a_first_token_that_ends_is_all_there_is(config: Config, num_prefi
     """R035."""
     async with running_deployment(config, num_prefill=num_prefill) as deployment:
         asker = Asker(deployment)
-        for fields in ({"logit_bias": {EOS_TOKEN_ID: 100.0}}, {"logit_bias": {9: 100.0}, "stop_token_ids": [9]}):
-            answer = await asker.grpc(logprobs=1, **fields)
+        for last, stops in ((EOS_TOKEN_ID, []), (9, [9])):
+            answer = await asker.grpc(logprobs=1, logit_bias={last: 100.0}, stop_token_ids=stops)
             (choice,) = answer.choices
             assert choice.finish is not None and len(choice.logprobs) == len(choice.token_ids) == 1
-            is_eos = choice.token_ids == [EOS_TOKEN_ID]
-            assert choice.finish.kind is (FinishKind.END_OF_SEQUENCE if is_eos else FinishKind.STOP_TOKEN)
+            assert choice.token_ids == [last]
+            assert choice.finish.kind is (FinishKind.STOP_TOKEN if stops else FinishKind.END_OF_SEQUENCE)
             assert choice.text == "" and answer.usage.completion_tokens == 1
-            bias = {str(token_id): value for token_id, value in fields["logit_bias"].items()}
-            told = (await asker.http(**{**fields, "logit_bias": bias})).json()
+            told = (await asker.http(logit_bias={str(last): 100.0}, stop_token_ids=stops)).json()
             assert (told["choices"][0]["text"], told["choices"][0]["finish_reason"]) == ("", "stop")
             assert told["usage"]["completion_tokens"] == 1
         assert num_prefill == 0 or core_of(deployment.decode[0]).num_steps == 0
         await deployment.assert_idle()
+
+
+@MODES
+async def test_the_best_candidates_and_beams_over_both_interfaces(config: Config, num_prefill: int) -> None:
+    """Those of n = best_of with the highest log-probability a token; beams under their names in vLLM."""
+    async with asking(config, num_prefill) as asker:
+        seeded: dict[str, Any] = {"seed": 3, "temperature": 1.0, "ignore_eos": True}
+        every = await asker.grpc(n=5, logprobs=0, **seeded)
+        ranked = sorted(every.choices, key=lambda one: -sum(told.logprob for told in one.logprobs))
+        best = await asker.grpc(n=2, best_of=5, **seeded)
+        assert [one.token_ids for one in best.choices] == [one.token_ids for one in ranked[:2]]
+        beams = await asker.grpc(beam_width=4, n=2, length_penalty=0.8, temperature=None)
+        assert len({tuple(one.token_ids) for one in beams.choices}) == 2
+        searched = {"use_beam_search": True, "length_penalty": 0.8, "temperature": None}
+        for wanted, fields in ((best, {"best_of": 5, **seeded}), (beams, {"best_of": 4, **searched})):
+            answer = await asker.http(n=2, return_token_ids=True, **fields)
+            assert answer.status_code == 200, answer.text
+            found = [one["token_ids"] for one in answer.json()["choices"]]
+            assert found == [one.token_ids for one in wanted.choices]
