@@ -19,9 +19,11 @@ from engine.opening import open_core
 from kvferry.client import Client, Completion, GenerateOptions
 from kvferry.config import Config
 from kvferry.sampling import LogitRules, SamplingParams
+from router.resume import prompt_digest
 from tests.golden.parity import random_prompts
 from tests.golden.test_memory_parity import KINDS, DisturbedDriver, preempt_one
 from tests.integration.test_missing_workers import routed
+from tests.integration.test_prompt_fields import raw
 from tests.support.deployment import Deployment, deployment_config, running_deployment
 from tests.support.models import VOCAB_SIZE, save_tiny_model
 from tests.support.worker_processes import worker_process
@@ -43,7 +45,7 @@ ASKED: list[dict[str, Any]] = [
     },
     {"seed": 4, "logit_bias": {5: 2.0, 9: -3.0}, "allowed_token_ids": tuple(range(3, 90)), "min_tokens": 9},
     {"seed": 4, "n": 2, "stop_token_ids": tuple(range(40, 60)), "min_tokens": 4},
-    {"temperature": 0.0, "repetition_penalty": 1.5, "presence_penalty": -0.5},
+    {"temperature": 0.0, "seed": 9, "repetition_penalty": 1.5, "presence_penalty": -0.5},
 ]
 RULES = ("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids")
 LENGTHS = (3, 17, 40, 12, 25, 9, 33)
@@ -154,6 +156,22 @@ async def test_in_a_deployment_in_company(folder: Path, truth: list[Tokens], kin
             for _ in range(2):
                 assert await asked(deployment.client, rng) == truth
         assert core_of(deployment.decode[0]).stats().num_preemptions > 0
+        await deployment.assert_idle()
+
+
+@pytest.mark.parametrize("num_prefill", [1, 0])
+async def test_resumed_by_the_client(folder: Path, truth: list[Tokens], num_prefill: int) -> None:
+    """As after a router's death: another one goes on behind what the client has of each choice."""
+    async with running_deployment(config_of(folder), num_prefill=num_prefill) as deployment:
+        for prompt, fields, whole in zip(random_prompts(LENGTHS, VOCAB_SIZE), ASKED, truth, strict=True):
+            received = [tokens[: min(3 + 4 * choice, len(tokens) - 1)] for choice, tokens in enumerate(whole)]
+            request = options(prompt, fields).to_pb()
+            request.resume.prompt_digest = prompt_digest(prompt)
+            for choice, token_ids in enumerate(received):
+                request.resume.choices.add(index=choice, token_ids=token_ids)
+            for message in await raw(deployment, request):
+                received[message.delta.index] += message.delta.token_ids
+            assert received == whole
         await deployment.assert_idle()
 
 
