@@ -72,8 +72,7 @@ def _sample_choices(row: Tensor, request: SampleRequest) -> Sampled:
             return Sampled(None, f"{error}, at position {request.position}", is_final=True)
         if not np.isfinite(values.max()):
             return Sampled(None, f"every token is banned at position {request.position}", is_final=True)
-    choices = range(request.choice, request.choice + request.num_choices)
-    return _with_logprobs([_sample_row(values, request, choice) for choice in choices], row, request)
+    return _with_logprobs(_sample_row(values, request), row, request)
 
 
 def _with_logprobs(token_ids: list[int], row: Tensor, request: SampleRequest) -> Sampled:
@@ -92,7 +91,7 @@ def _with_logprobs(token_ids: list[int], row: Tensor, request: SampleRequest) ->
 def score_rows(logits: Tensor, request: ScoreRequest) -> Sampled:
     """Log-probabilities of known tokens, one a row. `logits`: `[len(request.token_ids), vocab_size]` float32."""
     assert len(logits) == len(request.token_ids)
-    if not torch.isfinite(logits).all():
+    if not np.isfinite(logits.numpy()).all():
         return Sampled(None, "non-finite logits in the prompt")
     told = [
         one
@@ -152,17 +151,18 @@ def _gumbel(words: Words) -> Floats:
     return noise
 
 
-def _sample_row(row: Floats, request: SampleRequest, choice: int) -> int:
-    """`row`: `[vocab_size]`, rules applied; not changed."""
-    sampling = request.sampling
+def _sample_row(row: Floats, request: SampleRequest) -> list[int]:
+    """A token id for each choice. `row`: `[vocab_size]`, rules applied; not changed."""
+    sampling, choices = request.sampling, range(request.choice, request.choice + request.num_choices)
     if sampling.is_greedy:
-        return int(row.argmax())
+        return [int(row.argmax())] * len(choices)
     row = (row - row.max()) / sampling.temperature  # the largest is 0
-    words = _random_words(sampling.seed, choice, request.position, len(row))
+    words = (_random_words(sampling.seed, choice, request.position, len(row)) for choice in choices)
     if sampling.min_p == 0.0 and sampling.top_k == 0 and sampling.top_p >= 1.0:
-        return _largest_with_noise(row, words)
+        return [_largest_with_noise(row, one) for one in words]
     kept = _filtered(row, sampling)
-    return int(kept[_largest_with_noise(row[kept], words[kept])])
+    values = row[kept]
+    return [int(kept[_largest_with_noise(values, one[kept])]) for one in words]
 
 
 def _largest_with_noise(values: Floats, words: Words) -> int:
