@@ -43,7 +43,7 @@ def options(vocab_size: int) -> Options:
         "top_p": st.sampled_from([1e-6, 0.5, 0.999999]) | st.floats(0.015625, 1.0, width=32),
         "min_p": st.sampled_from([1e-6, 0.5, 1.0]) | st.floats(0.0, 1.0, width=32),
         "seed": st.integers(0, 2**64 - 1),
-        "min_tokens": st.integers(1, NUM_CONTEXT),
+        "min_tokens": st.integers(-1, 3),  # more than the output has
         "logprobs": st.just(True),
         "num_top_logprobs": st.integers(1, 20),
         "logprob_token_ids": ids(vocab_size, 12),
@@ -73,6 +73,8 @@ def requests(draw: st.DrawFn, vocab_size: int, names: tuple[str, ...] | None = N
         chosen.pop("logprob_token_ids", None)
     token_ids = draw(st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=NUM_CONTEXT))
     num_output = draw(st.integers(0, len(token_ids) - 1))
+    if "min_tokens" in chosen:
+        chosen["min_tokens"] = max(0, num_output + chosen["min_tokens"])
     rules = LogitRules(**{name: chosen.pop(name) for name in RULES if name in chosen})
     if rules.bad_words and num_output:  # one that is about to be complete
         last = token_ids[-1]
