@@ -100,6 +100,7 @@ async def asking(config: Config, num_prefill: int = 1) -> AsyncIterator[Asker]:
         async def repeat() -> None:
             while not is_over.is_set():
                 assert await ask_neighbours() == quiet
+                await asyncio.sleep(0.05)  # the machine is for the others, too
 
         async with asyncio.TaskGroup() as group:
             group.create_task(repeat())
