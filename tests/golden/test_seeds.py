@@ -16,7 +16,7 @@ import pytest
 
 from engine.local import choice_name, generate
 from engine.opening import open_core
-from kvferry.client import Client, Completion, GenerateOptions
+from kvferry.client import AsyncClient, Completion, GenerateOptions
 from kvferry.config import Config
 from kvferry.sampling import LogitRules, SamplingParams
 from router.resume import prompt_digest
@@ -93,7 +93,7 @@ def options(prompt: Sequence[int], fields: dict[str, Any]) -> GenerateOptions:
     return GenerateOptions(prompt=list(prompt), max_tokens=NUM_TOKENS, ignore_eos=True, **fields)
 
 
-async def asked(client: Client, rng: random.Random) -> list[Tokens]:
+async def asked(client: AsyncClient, rng: random.Random) -> list[Tokens]:
     """All of them at once, in an order of their own, among others: with a seed, with none, and cancelled."""
     jobs = []
     numbers = list(range(len(ASKED)))
@@ -119,14 +119,14 @@ def ids(answer: Completion) -> Tokens:
     return [choice.token_ids for choice in answer.choices]
 
 
-async def unseeded(client: Client, prompt: Sequence[int]) -> None:
+async def unseeded(client: AsyncClient, prompt: Sequence[int]) -> None:
     """The seed that was drawn for it gives it again."""
     first = await client.complete(options(prompt, {"temperature": 1.0}), timeout_s=TIMEOUT_S)
     again = await client.complete(options(prompt, {"seed": first.started.sampling.seed}), timeout_s=TIMEOUT_S)
     assert ids(again) == ids(first)
 
 
-async def cancelled(client: Client, prompt: Sequence[int], num_events: int) -> None:
+async def cancelled(client: AsyncClient, prompt: Sequence[int], num_events: int) -> None:
     async with client.generate(options(prompt, {"seed": 1, "n": 2}), timeout_s=TIMEOUT_S) as events:
         for _ in range(num_events):
             await anext(events)

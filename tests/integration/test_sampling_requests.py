@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.forward_batch import SampleRequest
-from kvferry.client import Client, Completion, GenerateOptions
+from kvferry.client import AsyncClient, Completion, GenerateOptions
 from kvferry.config import Config
 from kvferry.errors import InvalidArgument
 from kvferry.sampling import FinishKind, LogitRules, SamplingParams
@@ -49,7 +49,7 @@ class Asker:
     """One request over either interface, and its answer in plain values."""
 
     def __init__(self, deployment: Deployment) -> None:
-        self._client: Client = deployment.client
+        self._client: AsyncClient = deployment.client
         self._url = f"{deployment.router.http_url}/v1/completions"
 
     async def grpc(self, prompt: Sequence[int] = PROMPT, **fields: Any) -> Completion:
