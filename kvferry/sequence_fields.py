@@ -15,11 +15,12 @@ from google.protobuf.message import Message
 from proto.kvferry.v1 import worker_pb2
 
 _BEFORE_IT_WAS_TOLD = {
-    "": "id token_ids num_prompt_tokens sampling tier_rank deadline_unix_ms cache_salt adapter bypass_prefix_cache choice"
-    " num_choices beam tenant shared_salt",
+    "": "id token_ids num_prompt_tokens sampling tier_rank deadline_unix_ms cache_salt adapter bypass_prefix_cache"
+    " choice num_choices beam tenant shared_salt",
     "id.": "request_id attempt",
     "beam.": "width length_penalty early_stopping num_returned",
-    "sampling.": "max_tokens temperature top_k top_p min_p seed min_tokens ignore_eos eos_token_ids stop_token_ids logprobs",
+    "sampling.": "max_tokens temperature top_k top_p min_p seed min_tokens ignore_eos eos_token_ids"
+    " stop_token_ids logprobs",
 }
 FIRST_FIELDS = frozenset(path + name for path, names in _BEFORE_IT_WAS_TOLD.items() for name in names.split())
 """What a worker that tells none knows for certain: those of the first workers of wire version 2. Never to grow."""

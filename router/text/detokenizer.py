@@ -13,9 +13,13 @@ from __future__ import annotations
 
 import codecs
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
+from typing import Self
 
 from router.text.token_bytes import TokenBytes
+
+MOST_BYTES_OF_A_CHARACTER = 4
 
 
 class Detokenizer:
@@ -33,6 +37,34 @@ class Detokenizer:
         self._strip_left = 0 if continues_text else table.start.strip_count
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
+    @classmethod
+    def behind(cls, table: TokenBytes, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> Self:
+        """The state behind a prompt: what is pushed next is what it adds to the prompt's text.
+
+        Looks at the prompt's beginning, which may be the text's still, and at the end of it, which may be half a
+        character.
+        """
+        state = cls(table, skip_special_tokens=skip_special_tokens)
+        for token_id in takewhile(lambda _: state._is_at_beginning, token_ids):
+            state.push(token_id)
+        state._utf8.reset()
+        state._utf8.decode(b"".join([*state._last_bytes(token_ids)][::-1]))
+        return state
+
+    @property
+    def _is_at_beginning(self) -> bool:
+        return self._at_start or self._strip_left > 0
+
+    def _last_bytes(self, token_ids: Sequence[int]) -> Iterator[bytes]:
+        """Bytes of the last tokens, backwards, as far as an unfinished character may reach."""
+        num_bytes = 0
+        for token_id in reversed(token_ids):
+            data = self._bytes_of(token_id)
+            num_bytes += len(data)
+            yield data
+            if num_bytes >= MOST_BYTES_OF_A_CHARACTER:
+                return
+
     def copy(self) -> Detokenizer:
         """Another one in the same state."""
         twin = copy.copy(self)
@@ -42,9 +74,7 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Text that is whole once `token_id` is added; often empty."""
-        if not 0 <= token_id < self._num_ids or token_id in self._skipped:
-            return ""
-        data = self._by_id[token_id]
+        data = self._bytes_of(token_id)
         if not data:
             return ""
         if self._at_start:
@@ -53,6 +83,10 @@ class Detokenizer:
             data = self._start.first_token.get(token_id, data)
         text = self._utf8.decode(data)
         return self._strip(text) if self._strip_left and text else text
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        is_shown = 0 <= token_id < self._num_ids and token_id not in self._skipped
+        return self._by_id[token_id] if is_shown else b""
 
     def flush(self) -> str:
         """Ends the stream: one replacement mark if a character was left unfinished, else nothing."""

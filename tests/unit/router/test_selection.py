@@ -72,9 +72,7 @@ def test_a_field_goes_only_to_workers_that_know_it() -> None:
         [Member("old-d", 9, sequence_fields=old), Member("new-d", 9, load=7, sequence_fields=new)],
     )
     assert chosen(mixed, plain) == ("old-p", "old-d")
-    assert chosen(mixed, constrained) == (None, "new-d"), (
-        "decode computes a prompt that prefill would overlook a part of"
-    )
+    assert chosen(mixed, constrained) == (None, "new-d"), "prefill would overlook the grammar"
     outdated = selector([Member("new-p", 9, sequence_fields=new)], [Member("old-d", 9, sequence_fields=old)])
     assert chosen(outdated, plain) == ("new-p", "old-d")
     with pytest.raises(Unavailable, match=r"no ready decode worker knows sampling\.grammar: they are of an older"):
