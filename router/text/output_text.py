@@ -9,7 +9,8 @@ Which text and ids belong together:
 
 - The text is what the ids add to the prompt's, whatever kind of prompt that is: with it, it is the decode of all ids.
   So a first space stays (SentencePiece vocabularies drop only that of the whole), and half a character at the end of a
-  prompt of ids is completed by the output.
+  prompt of ids is completed by the output; where
+  the output does not go on with it, it stays out of the text.
 - Ids run up to and including the token that ended the choice; all are counted. Later ones are overshoot, not in the
   delta.
 - The text of an ending token (end of sequence, stop id) is never shown.

@@ -191,10 +191,19 @@ def test_behind_any_ids_it_goes_on_where_they_end(prompt: list[int], output: lis
     through = Detokenizer(table, skip_special_tokens=skip)
     for token_id in prompt:
         through.push(token_id)
-    behind = Detokenizer.behind(table, prompt, skip_special_tokens=skip)
+    behind = Detokenizer.behind(table, prompt, skip_special_tokens=skip, marks_half=True)
     for token_id in output:
         assert behind.push(token_id) == through.push(token_id)
     assert behind.flush() == through.flush()
+
+
+def test_half_a_character_of_a_prompt_is_completed_or_not_the_outputs_affair() -> None:
+    table, half = TokenBytes.of(BYTE_FALLBACK), byte_ids("a日")[:-1]
+    for output, text in ((byte_ids("日")[-1:], "日"), (byte_ids("x日"), "x日"), ([1, *byte_ids("{}")], "{}"), ([], "")):
+        detokenizer = Detokenizer.behind(table, half)
+        assert "".join(map(detokenizer.push, output)) + detokenizer.flush() == text
+    shown = Detokenizer.behind(table, half, marks_half=True)
+    assert shown.push(byte_ids("x")[0]) + shown.flush() == "\ufffdx"
 
 
 def test_transformers_gives_the_first_space_of_an_output_to_the_output() -> None:
