@@ -264,8 +264,8 @@ async def test_a_sample_of_hostile_constraints_fails_or_serves_and_leaves_others
     """Of each kind one that is cheap: the bounds are the same (R086)."""
     fields = hostile()
     sample = [fields[number] for number in range(2, len(fields), 9)]
-    print(len(fields))
-    ends = await attacked(config, [*sample, {"regex": "a{100000}"}, {"regex": "(a|aa)*b"}])
+    sample += [{"regex": pattern} for pattern in ("a{100000}", "(.*a){60}", "(?=a)b")]
+    ends = await attacked(config, sample)
     assert ends["served"] >= 2 and ends["InvalidArgument"] >= 2
 
 
@@ -338,7 +338,7 @@ async def test_the_first_token_of_json_mode_comes_from_prefill_and_opens_an_obje
 
         async def one(number: int) -> Choice:
             async with at_once:
-                wanted = options(number, **{**free, "json_object": True, "max_tokens": 1 + number})
+                wanted = options(number, **{**free, "json_object": True, "max_tokens": 1 + number % 40})
                 return (await deployment.client.complete(wanted, timeout_s=TIMEOUT_S)).choices[0]
 
         choices = await asyncio.gather(*map(one, range(100)))
