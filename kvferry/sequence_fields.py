@@ -8,8 +8,9 @@ it sets. What is unset takes no part: while workers are replaced one by one, req
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from proto.kvferry.v1 import worker_pb2
@@ -43,7 +44,8 @@ def set_fields(message: Message, prefix: str = "") -> frozenset[str]:
     return frozenset(paths)
 
 
-def _paths(message: Descriptor, prefix: str = "") -> Iterator[str]:
+def _paths(message: Any, prefix: str = "") -> Iterator[str]:
+    """Of a descriptor; protobuf has two classes of them, of which the stubs know one."""
     for field in message.fields:
         yield prefix + field.name
         if _has_fields(field):

@@ -104,8 +104,9 @@ class PairSelector:
 
     def _why_none_knows(self, role: Role, needs: Needs) -> str:
         known = [worker.sequence_fields for worker in self._workers.ready(role)]
-        lacking = sorted(min((needs.fields - fields for fields in known), key=len, default=needs.fields))
-        return f"no ready {role.value} worker knows {', '.join(lacking)}: they are of an older version"
+        lacking = [sorted(needs.fields - fields) for fields in known]
+        fewest = min(lacking, key=len, default=[])
+        return f"no ready {role.value} worker knows {', '.join(fewest)}: they are of an older version"
 
 
 def _least_loaded(workers: Sequence[Worker], turn: int) -> Worker:

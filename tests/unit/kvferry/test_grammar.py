@@ -45,7 +45,12 @@ def chain(num_bytes: int) -> str:
 async def test_the_tokenizers_table_is_built_before_the_first_request() -> None:
     """Building it keeps every thread from Python: streams and heartbeats would wait for it."""
     reads: list[str] = []
-    grammars = Grammars(lambda: reads.append("tokenizer.json") or TOKENIZER.to_str(), TOKENIZER.get_vocab_size())  # type: ignore[func-returns-value]
+
+    def read() -> str:
+        reads.append("tokenizer.json")
+        return TOKENIZER.to_str()
+
+    grammars = Grammars(read, TOKENIZER.get_vocab_size())
     grammars.prepare(EOS)
     assert len(reads) == 1
     for number in range(3):

@@ -211,7 +211,7 @@ def test_transformers_gives_the_first_space_of_an_output_to_the_output() -> None
     theirs = PreTrainedTokenizerFast(tokenizer_object=BYTE_FALLBACK)  # type: ignore[no-untyped-call]
     prompt, output = ids_of(BYTE_FALLBACK, "the fox [/INST]"), ids_of(BYTE_FALLBACK, "hello world")
     assert theirs.decode(output) == "hello world"
-    added = theirs.decode([*prompt, *output]).removeprefix(theirs.decode(prompt))
+    added = str(theirs.decode([*prompt, *output])).removeprefix(str(theirs.decode(prompt)))
     detokenizer = Detokenizer.behind(TokenBytes.of(BYTE_FALLBACK), prompt)
     assert "".join(map(detokenizer.push, output)) == added == " hello world"
 
