@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -221,25 +220,3 @@ def test_decoders_that_do_not_work_token_by_token_are_refused() -> None:
     tokenizer.decoder = decoders.WordPiece()
     with pytest.raises(FailedPrecondition, match="WordPiece"):
         TokenBytes.of(tokenizer)
-
-
-def test_cost_of_a_token_does_not_grow_with_the_output() -> None:
-    ids = ids_of(BYTE_LEVEL, "the quick brown fox 👩‍👩‍👧 日本語, " * 400)[:4400]
-    table = TokenBytes.of(BYTE_LEVEL)
-
-    def seconds_at(first: int, detokenizer: Detokenizer) -> float:
-        begin = time.perf_counter()
-        for token_id in ids[first : first + 400]:
-            detokenizer.push(token_id)
-        return time.perf_counter() - begin
-
-    early, late = [], []
-    for _ in range(30):
-        detokenizer = Detokenizer(table)
-        for token_id in ids[:100]:
-            detokenizer.push(token_id)
-        early.append(seconds_at(100, detokenizer))
-        for token_id in ids[500:4000]:
-            detokenizer.push(token_id)
-        late.append(seconds_at(4000, detokenizer))
-    assert min(late) < 1.2 * min(early)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import sys
+import tracemalloc
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -227,3 +230,38 @@ def test_a_character_and_a_stop_string_over_the_border_between_workers() -> None
         after = resumed.push(ids[border:])
         assert before.text + after.text == whole.text == "see 👩‍👩‍👧"
         assert (after.stop or before.stop) == whole.stop
+
+
+def num_calls(job: Callable[[], object]) -> int:
+    """Functions called, Python's own included."""
+    calls: list[str] = []
+    sys.setprofile(lambda _frame, event, _argument: calls.append(event))
+    try:
+        job()
+    finally:
+        sys.setprofile(None)
+    return sum(event in ("call", "c_call") for event in calls)
+
+
+def test_a_token_costs_the_same_whatever_came_before_it() -> None:
+    """R146: the same calls at token 100 and at token 4000, and nothing is kept that could make them longer."""
+    ids = ids_of("the quick brown fox 👩‍👩‍👧 日本語, EN ")
+    state = choice("END", "fox jumps", min_tokens=3)
+
+    def pushes() -> None:
+        for token_id in ids:
+            state.push([token_id])
+
+    counts, sizes = list[int](), list[int]()
+    tracemalloc.start()
+    try:
+        while state.num_output_tokens < 4_400:
+            counts.append(num_calls(pushes))
+            for _ in range(20):
+                pushes()
+            gc.collect()
+            sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert len(counts) >= 4 and set(counts[1:]) == {counts[1]}
+    assert sizes[-1] - sizes[1] < 200 * len(sizes)  # what the test itself keeps; a round's text has 700 bytes
