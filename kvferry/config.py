@@ -41,6 +41,7 @@ from kvferry.tomlout import Example, Hidden, toml_document
 ENV_PREFIX = "KVFERRY_"
 DNS_SCHEME = "dns:///"
 """Begins an address that stands for all addresses of its name, as in gRPC."""
+KernelChoice = Literal["auto", "native", "reference"]
 DEFAULT_FILE = Path("kvferry.toml")
 DEFAULT_MODEL = "smollm2-135m-instruct"
 POOL_SHARE = 8
@@ -142,7 +143,7 @@ class ModelConfig(_Frozen):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of weights, activations and KV blocks; all workers of a cluster agree."""
     cache_dir: Path = Path("~/.cache/kvferry")
-    """Where models fetched or converted by `kvferry` are kept."""
+    """Where models fetched or converted by `kvferry` and the kernels built for this machine are kept."""
 
     @property
     def public_name(self) -> str:
@@ -152,6 +153,10 @@ class ModelConfig(_Frozen):
     @property
     def cache_path(self) -> Path:
         return self.cache_dir.expanduser()
+
+    @property
+    def kernels_path(self) -> Path:
+        return self.cache_path / "kernels"
 
 
 class RouterConfig(_Frozen):
@@ -244,6 +249,9 @@ class EngineConfig(_Frozen):
     """Engines that share the default pool of this machine; `kvferry up` sets it."""
     num_threads: int | None = Field(default=None, ge=1)
     """Threads of one engine; `kvferry up` divides the cores among its engines when unset."""
+    kernels: KernelChoice = "auto"
+    """What computes: native C++ kernels, built at the first start where there is a compiler, or plain torch
+    (reference); auto: native where they can be built. Where workers differ, so may a token by rounding after a move."""
     max_step_s: float = Field(default=60.0, gt=0.0)
     """A step that takes longer counts as stuck: heartbeats stop, so that peers give the worker up, its health service
     says NOT_SERVING, and `kvferry up` starts it again."""

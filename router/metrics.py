@@ -64,6 +64,7 @@ class RequestRecord:
     Attributes:
         request_id: made by the router; empty while the request is not accepted.
         label: the caller's.
+        tenant: whose request it is; empty where no tenants are configured, and for a caller who is none.
         phase: where the request was when it ended.
         num_output_tokens: over all choices and candidates.
         num_longest_choice_tokens: of the longest choice.
@@ -71,6 +72,7 @@ class RequestRecord:
     """
 
     ledger: RequestLedger = field(default_factory=RequestLedger)
+    tenant: str = ""
     model: str = ""
     tier: str = ""
     request_id: str = ""
@@ -148,9 +150,9 @@ class RouterMetrics:
         if record.is_streamed and record.num_longest_choice_tokens > 1:
             per_token_s = ledger.decode_s / (record.num_longest_choice_tokens - 1)
             self._metrics.time_per_output_token_s.labels(*served).observe(per_token_s)
-        self._metrics.tokens.labels("prompt").inc(record.num_prompt_tokens)
-        self._metrics.tokens.labels("output").inc(record.num_output_tokens)
-        self._metrics.tokens.labels("cached").inc(ledger.num_cached_tokens)
+        self._metrics.tokens.labels("prompt", record.tenant).inc(record.num_prompt_tokens)
+        self._metrics.tokens.labels("output", record.tenant).inc(record.num_output_tokens)
+        self._metrics.tokens.labels("cached", record.tenant).inc(ledger.num_cached_tokens)
 
 
 def _outcome(record: RequestRecord, error: BaseException | None) -> str:

@@ -97,6 +97,7 @@ class Serving:
         """Serves one request to its end; `deadline_s` on the monotonic clock. Raises the error that ended it."""
         with self._authenticator.answering(metadata), self.parts.metrics.request() as record, logged(record):
             tenant = self.tenant(metadata)
+            record.tenant = tenant.name
             self.check_open()
             with self._admission.admit():
                 model, interval_s = self.parts.models.find(message.model), heartbeat_interval_s(message)

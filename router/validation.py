@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
-from kvferry.errors import InvalidArgument, NotFound, PermissionDenied, ResourceExhausted, UnsupportedField
+from kvferry.errors import (
+    ContextExceeded,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+    UnsupportedField,
+)
 from kvferry.kv_layout import KvLayout, num_beam_blocks
 from kvferry.sampling import GREEDY_BELOW_TEMPERATURE, BeamParams, LogitRules, SamplingParams
 from kvferry.worker import check_progress_timeout
@@ -272,20 +279,21 @@ def fit(request: Request, num_prompt_tokens: int, limits: Limits) -> int:
     """Most output tokens in force for a prompt of this length.
 
     Raises:
-        InvalidArgument: the prompt is empty or, with its output, beyond the context.
+        InvalidArgument: the prompt is empty, or more tokens are needed than may be made.
+        ContextExceeded: it, or it and its output, is beyond the context.
         ResourceExhausted: no worker's whole pool could hold it, so it can never run.
     """
     if num_prompt_tokens < 1:
         raise InvalidArgument(PROMPT_FIELD, "has no tokens; at least 1 is needed")
     room = limits.max_context - num_prompt_tokens
     if room < 1:
-        raise InvalidArgument(
+        raise ContextExceeded(
             PROMPT_FIELD,
             f"has {num_prompt_tokens} tokens; at most {limits.max_context - 1} fit the context of "
             f"{limits.max_context} with one output token",
         )
     if request.max_tokens is not None and request.max_tokens > room:
-        raise InvalidArgument(
+        raise ContextExceeded(
             "stopping.max_tokens",
             f"{request.max_tokens} output tokens after {num_prompt_tokens} prompt tokens exceed the context of "
             f"{limits.max_context}; at most {room} fit",
@@ -575,7 +583,8 @@ def _max_tokens(stopping: pb.StoppingOptions, limits: Limits) -> int | None:
     if not stopping.HasField("max_tokens"):
         return None
     if not 1 <= stopping.max_tokens < limits.max_context:
-        raise InvalidArgument(
+        kind = ContextExceeded if stopping.max_tokens else InvalidArgument
+        raise kind(
             "stopping.max_tokens",
             f"{stopping.max_tokens} is not between 1 and {limits.max_context - 1} (a context of {limits.max_context})",
         )

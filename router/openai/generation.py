@@ -70,7 +70,7 @@ async def _run(call: Call, messages: Sequence[pb.GenerateRequest], prompt: int, 
             await serving.generate(message, call.metadata, write)
     except InvalidArgument as error:
         if error.field == PROMPT_FIELD and message.HasField("chat"):
-            raise InvalidArgument("messages", error.message.removeprefix(f"{PROMPT_FIELD}: ")) from error
+            raise type(error)("messages", error.message.removeprefix(f"{PROMPT_FIELD}: ")) from error
         raise
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from kvferry.errors import FailedPrecondition, InvalidArgument
+from kvferry.errors import ContextExceeded, FailedPrecondition, InvalidArgument
 from kvferry.grammar import Grammars
 from router.text.chat_template import FIELD as CHAT_FIELD
 from router.text.chat_template import ChatMessage, ChatTemplate
@@ -176,7 +176,7 @@ class TextTokenizer:
             return
         num_tokens = max(map(self.length_bound.min_tokens, texts), default=0)
         if num_tokens > limits.max_tokens:
-            raise InvalidArgument(field, f"gives {num_tokens} tokens or more, at most {limits.max_tokens} are allowed")
+            raise ContextExceeded(field, f"gives {num_tokens} tokens or more, at most {limits.max_tokens} are allowed")
 
     def _prompt_prefix(self, add_bos_token: bool | None) -> list[int]:
         """Ids that every text prompt begins with: tokenizer_config.json decides, else tokenizer.json."""
