@@ -8,6 +8,7 @@ hand-off or a preemption it reads on where it stands, from the beginning if it h
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
@@ -86,10 +87,12 @@ class Constraints:
     """Opens the constraints of one worker's calls."""
 
     def __init__(self, folder: Path, vocab_size: int, *, has_logits: bool = True) -> None:
-        """`folder`: the model's, whose tokenizer.json is read at the first grammar; `has_logits`: it can follow one."""
+        """`folder`: the model's, whose tokenizer.json is read now; `has_logits`: it can follow a grammar."""
         self._folder = folder
         self._has_logits = has_logits
         self._grammars = Grammars(self._read_tokenizer, vocab_size)
+        if has_logits:
+            self._grammars.prepare(_end_ids(folder))
 
     async def open(self, sampling: SamplingParams) -> Constraint | None:
         """A constraint at its beginning; None where the call has no grammar.
@@ -118,3 +121,15 @@ class Constraints:
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise FailedPrecondition(f"{path} cannot be read: {error}") from error
+
+
+def _end_ids(folder: Path) -> tuple[int, ...]:
+    """The ends of sequence, as a router finds them nearly always; where it says others the table is built anew."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            value = json.loads((folder / name).read_bytes()).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            continue
+        if value is not None:
+            return tuple(dict.fromkeys(value if isinstance(value, list) else [value]))
+    return ()

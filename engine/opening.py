@@ -75,7 +75,7 @@ def open_core(config: Config, *, digests: bool = False) -> EngineCore:
 
 
 def open_constraints(config: Config, core: EngineCore) -> Constraints:
-    """For the calls of a worker with this engine; nothing is read before the first grammar."""
+    """For the calls of a worker with this engine; makes ready for grammars."""
     assert config.model.path is not None, "the engine is open"
     folder = Path(config.model.path)
     return Constraints(folder, core.runner.vocab_size, has_logits=not (folder / SCRIPT_FILE).is_file())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -22,6 +23,9 @@ from typing import Any, TypeVar
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from kvferry.errors import ResourceExhausted
+from kvferry.telemetry import log_event
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -53,13 +57,29 @@ class Grammars:
     """The compiled grammars of one model. Its methods belong to one event loop."""
 
     def __init__(self, read_tokenizer: Callable[[], str], vocab_size: int) -> None:
-        """`read_tokenizer` gives tokenizer.json's text, at the first grammar; token ids are below `vocab_size`."""
+        """`read_tokenizer` gives tokenizer.json's text, when its table is built; token ids are below `vocab_size`."""
         self._read_tokenizer = read_tokenizer
         self._vocab_size = vocab_size
         self._compiled: OrderedDict[tuple[str, tuple[int, ...]], CompiledGrammar] = OrderedDict()
-        self._tokens: _Tokens | None = None  # of the thread alone
+        self._tokens: _Tokens | None = None  # of the thread alone once a grammar was asked for
         self._thread: ThreadPoolExecutor | None = None
         self._free = threading.Semaphore(MAX_JOBS)
+
+    def prepare(self, eos_token_ids: tuple[int, ...]) -> None:
+        """Builds the tokenizer's table now, before anything runs that would wait: the library keeps all threads from
+        Python for it, 0.3 s with 49,152 tokens. What fails here is said at the first grammar.
+        """
+        if not eos_token_ids:
+            return
+        try:
+            self._tokens = _Tokens(self._read_tokenizer(), self._vocab_size, eos_token_ids)
+        except Exception as error:  # noqa: BLE001 - a tokenizer the library lacks, or none: grammars alone will fail
+            log_event(
+                logger,
+                "no_grammars",
+                level=logging.WARNING,
+                reason=f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS],
+            )
 
     async def compiled(self, grammar: str, eos_token_ids: tuple[int, ...]) -> CompiledGrammar:
         """With a matcher at the grammar's beginning, for the caller to copy.

@@ -360,6 +360,7 @@ class Supervisor:
 
 
 async def _spawn(spec: ChildSpec, listen: str) -> asyncio.subprocess.Process:
+    """On asyncio's own loop, as `kvferry up` has it: children of uvloop run gRPC's fork handlers, and die of them."""
     return await asyncio.create_subprocess_exec(
         *spec.command(listen),
         stdin=asyncio.subprocess.PIPE,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.block_changes import BlockFeed
 from kvferry.drain import WorkerDrain
+from kvferry.sequence_fields import own_fields
 from kvferry.wire import block_changes_to_pb
 from kvferry.worker import WorkerIdentity, WorkerState, check_progress_timeout
 from proto.kvferry.v1 import types_pb2, worker_pb2, worker_pb2_grpc
@@ -53,6 +54,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._state = state
         self._drain = drain
         self._capabilities = capabilities
+        self._sequence_fields = sorted(own_fields())
         self._load = load
         self._is_alive = is_alive
         self._blocks = blocks
@@ -110,6 +112,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             pid=self._identity.pid,
             epoch=self._identity.epoch,
             capabilities=self._capabilities,
+            sequence_fields=self._sequence_fields,
             draining=self._state.is_draining,
             load=self._load(),
         )

@@ -14,6 +14,7 @@ from collections import deque
 from contextlib import suppress
 
 from kvferry.errors import Internal, KvferryError, Unavailable, WorkerDraining
+from kvferry.sequence_fields import set_fields
 from kvferry.spec import AttemptId, SequenceSpec
 from kvferry.telemetry import log_event
 from kvferry.wire import spec_to_pb
@@ -271,6 +272,7 @@ class LifecycleRun:
             num_seats=1 if prepared.request.beam is None else prepared.request.beam.width,
             tenant=prepared.request.tenant,
             session=prepared.request.session,
+            fields=set_fields(self._spec(1, prepared.prompt_token_ids[:1], computes_prompt=True)),
         )
 
     def _chosen(self, pair: Pair) -> None:

@@ -9,11 +9,11 @@ from kvferry.sampling import Finish, SamplingParams, TokenLogprob
 from kvferry.wire import finish_to_pb, logprob_to_pb
 from proto.kvferry.v1 import inference_pb2 as pb
 from router.resume import ReceivedChoice
+from router.text.detokenizer import Detokenizer
 from router.text.echo import EchoedPrompt
 from router.text.output_text import ChoiceText
 from router.text.stop_strings import StopStrings
-from router.text.token_bytes import TokenBytes
-from router.validation import Request, TextPrompt
+from router.validation import Request
 
 
 class ChoiceOutput:
@@ -22,6 +22,7 @@ class ChoiceOutput:
     Args:
         index: of the choice in the response.
         stops: the request's stop strings, compiled once for all its choices.
+        prompt: the state behind it.
         echo: the prompt's text, where it stands before the output.
         put: takes the messages.
 
@@ -38,7 +39,7 @@ class ChoiceOutput:
         *,
         index: int,
         num_prompt_tokens: int,
-        token_bytes: TokenBytes,
+        prompt: Detokenizer,
         stops: StopStrings | None,
         echo: EchoedPrompt | None = None,
         put: Callable[[pb.GenerateResponse], None],
@@ -50,14 +51,11 @@ class ChoiceOutput:
         self._ending = sampling
         self._echo = echo
         self._text = ChoiceText(
-            token_bytes,
+            prompt,
             stops=stops,
             include_stop=request.include_stop_str_in_output,
-            skip_special_tokens=request.carries.skip_special_tokens,
             min_tokens=request.min_tokens,
             ending_token_ids=sampling.ending_token_ids,
-            continues_text=isinstance(request.prompt, TextPrompt),
-            goes_on_from=None if echo is None else echo.detokenizer,
         )
         self.stop: Finish | None = None
         self.told: Finish | None = None

@@ -9,7 +9,7 @@ tokens that the client has; others are made again as a whole. Either way nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from kvferry.sampling import Finish, SamplingParams, TokenLogprob
@@ -19,6 +19,7 @@ from router.ledger import RequestLedger
 from router.outbox import Outbox
 from router.output import ChoiceOutput
 from router.resume import Received, ReceivedChoice
+from router.text.detokenizer import Detokenizer
 from router.text.echo import EchoedPrompt
 from router.text.stop_strings import StopStrings
 from router.text.token_bytes import TokenBytes
@@ -39,7 +40,7 @@ class RequestOutput:
         request: Request,
         sampling: SamplingParams,
         *,
-        num_prompt_tokens: int,
+        prompt_token_ids: Sequence[int],
         token_bytes: TokenBytes,
         echo: EchoedPrompt | None = None,
         outbox: Outbox,
@@ -56,14 +57,18 @@ class RequestOutput:
         ]
         self._ledger = ledger
         self._held = [Outbox() for _ in range(request.best_of)] if request.ranks_candidates else []
+        skips = request.carries.skip_special_tokens
+        prompt = Detokenizer.behind(
+            token_bytes, prompt_token_ids, skip_special_tokens=skips, marks_half=echo is not None
+        )
         stops = StopStrings(request.stop) if request.stop else None
         self._choices = [
             ChoiceOutput(
                 request,
                 sampling,
                 index=choice,
-                num_prompt_tokens=num_prompt_tokens,
-                token_bytes=token_bytes,
+                num_prompt_tokens=len(prompt_token_ids),
+                prompt=prompt,
                 stops=stops,
                 echo=echo,
                 put=self._put_of(choice),

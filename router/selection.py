@@ -33,6 +33,7 @@ class Needs:
         num_seats: places in decode's batch that it cannot go on without.
         tenant: whose quota counts.
         session: which it belongs to; None for none.
+        fields: those that its sequence sets; a worker that lacks one would overlook it.
     """
 
     prefill: bool
@@ -42,6 +43,7 @@ class Needs:
     num_seats: int = 1
     tenant: str = ""
     session: Session | None = None
+    fields: frozenset[str] = frozenset()
 
 
 class PairSelector:
@@ -73,7 +75,7 @@ class PairSelector:
 
         With `allow_excluded` an excluded worker serves where no other is ready. Where no ready prefill worker's pool
         can hold the tokens known by now (a resume has more of them than the prompt), or no tenant's share of it can,
-        decode computes them itself.
+        decode computes them itself; likewise where none knows all fields of the sequence.
 
         Raises Unavailable naming the role, the addresses and why each is not ready. A role that is missing refuses the
         attempt even where it needs only the other, so that nothing reaches half a pair.
@@ -83,15 +85,18 @@ class PairSelector:
             raise Unavailable("; ".join(missing), retry_after_s=1.0)
         turn = next(self._turns)
         prefill = None
-        if needs.prefill and self._with_room(Role.PREFILL, needs):
+        if needs.prefill and self._suited(Role.PREFILL, needs):
             prefill = self._best(Role.PREFILL, needs, excluding, allow_excluded, turn)
         decode = None
         if needs.decode or prefill is None:
             decode = self._best(Role.DECODE, needs, excluding, allow_excluded, turn)
         return Pair(prefill, decode)
 
-    def _with_room(self, role: Role, needs: Needs) -> list[Worker]:
-        return [worker for worker in self._workers.ready(role) if self._has_room(worker, role, needs)]
+    def _knowing(self, role: Role, needs: Needs) -> list[Worker]:
+        return [worker for worker in self._workers.ready(role) if needs.fields <= worker.sequence_fields]
+
+    def _suited(self, role: Role, needs: Needs) -> list[Worker]:
+        return [worker for worker in self._knowing(role, needs) if self._has_room(worker, role, needs)]
 
     def _has_room(self, worker: Worker, role: Role, needs: Needs) -> bool:
         tenant = self._tenants.get(needs.tenant)
@@ -103,7 +108,9 @@ class PairSelector:
         return has_seats and num_usable >= needs.num_decode_blocks
 
     def _best(self, role: Role, needs: Needs, excluding: frozenset[str], allow_excluded: bool, turn: int) -> Worker:
-        ready = self._with_room(role, needs)
+        ready = self._suited(role, needs)
+        if not ready and not self._knowing(role, needs):
+            raise Unavailable(self._why_none_knows(role, needs), retry_after_s=1.0)
         if not ready:
             num_blocks = needs.num_prefill_blocks if role is Role.PREFILL else needs.num_decode_blocks
             raise Unavailable(f"no ready {role.value} worker has room for {num_blocks} blocks", retry_after_s=1.0)
@@ -127,6 +134,12 @@ class PairSelector:
         if self._count_session is not None:
             self._count_session(role, is_kept)
         return preferred if is_kept else None
+
+    def _why_none_knows(self, role: Role, needs: Needs) -> str:
+        known = [worker.sequence_fields for worker in self._workers.ready(role)]
+        lacking = [sorted(needs.fields - fields) for fields in known]
+        fewest = min(lacking, key=len, default=[])
+        return f"no ready {role.value} worker knows {', '.join(fewest)}: they are of an older version"
 
 
 def _least_loaded(workers: Sequence[Worker], turn: int) -> Worker:

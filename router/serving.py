@@ -186,7 +186,7 @@ class Serving:
         output = RequestOutput(
             prepared.request,
             prepared.sampling,
-            num_prompt_tokens=len(prepared.prompt_token_ids),
+            prompt_token_ids=prepared.prompt_token_ids,
             token_bytes=model.tokenizer.token_bytes,
             echo=_echo_of(prepared, model.tokenizer) if prepared.request.carries.echo else None,
             outbox=outbox,

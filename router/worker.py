@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvferry.errors import InvalidArgument
 from kvferry.kv_layout import KvLayout
 from kvferry.rpc import RpcChannel
+from kvferry.sequence_fields import FIRST_FIELDS
 from kvferry.wire import layout_from_pb
 from proto.kvferry.v1 import inference_pb2, worker_pb2
 from router.auth import without_places
@@ -60,6 +61,7 @@ class WorkerStatus:
         served: what it serves.
         max_context: most tokens of one of its sequences.
         load: load and counters since its start.
+        sequence_fields: fields of a sequence that it knows (`kvferry/sequence_fields.py`).
     """
 
     worker_id: str
@@ -72,6 +74,7 @@ class WorkerStatus:
     max_context: int
     draining: bool
     load: worker_pb2.WorkerLoad
+    sequence_fields: frozenset[str]
 
     @classmethod
     def from_pb(cls, message: worker_pb2.WatchResponse) -> WorkerStatus:
@@ -91,6 +94,7 @@ class WorkerStatus:
             max_context=offered.max_context,
             draining=message.draining,
             load=message.load,
+            sequence_fields=frozenset(message.sequence_fields) or FIRST_FIELDS,
         )
 
 
@@ -154,6 +158,11 @@ class Worker:
     def max_running(self) -> int:
         """Places in its batch; 0 where it has not said."""
         return self.status.load.max_running if self.status is not None else 0
+
+    @property
+    def sequence_fields(self) -> frozenset[str]:
+        """Fields of a sequence that it knows; none until it told."""
+        return self.status.sequence_fields if self.status is not None else frozenset()
 
     @property
     def known_blocks(self) -> KnownBlocks:

@@ -28,7 +28,7 @@ def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """uvloop, as in `kvferry.rpc.run`; asyncio's own for what supervises, as in `kvferry up`: gRPC bears no forks."""
-    if item.path.stem == "test_supervisor":
+    if item.path.stem in ("test_supervisor", "test_rehearsal"):
         return {"asyncio": asyncio.new_event_loop}
     return {"uvloop": uvloop.new_event_loop}
 

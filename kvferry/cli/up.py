@@ -62,7 +62,7 @@ def up(
     effective = prepared(effective, lambda text: report(text, "preparing_model", step=text))
     _warn_of_faults(effective, report, num_prefill=prefill)
     cluster = LocalCluster(effective, num_prefill=prefill, num_decode=decode, relay=note, report=report)
-    # asyncio's own loop: it starts children without running any code of ours between fork and exec.
+    # asyncio's own loop: it starts children without running any code between fork and exec, gRPC's handlers included.
     asyncio.run(_serve(cluster, effective, report, ready_json=ready_json, demo=demo or once, once=once))
 
 

@@ -112,6 +112,10 @@ def _new_logprobs(
     texts = TokenTexts(table, as_ids=bool(body.return_tokens_as_token_ids))
     if is_chat:
         return lambda: ChatLogprobs(texts)
-    skips, continues = body.skip_special_tokens is not False, message.HasField("text") and not message.response.echo
-    offsets = partial(Detokenizer, table, skip_special_tokens=skips, continues_text=continues)
-    return lambda: CompletionLogprobs(texts, offsets())
+    skips = body.skip_special_tokens is not False
+    if message.response.echo or not message.HasField("token_ids"):
+        continues = message.HasField("text") and not message.response.echo
+        offsets = Detokenizer(table, skip_special_tokens=skips, continues_text=continues)
+    else:
+        offsets = Detokenizer.behind(table, message.token_ids.ids, skip_special_tokens=skips)
+    return lambda: CompletionLogprobs(texts, offsets.copy())

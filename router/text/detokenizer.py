@@ -13,15 +13,19 @@ from __future__ import annotations
 
 import codecs
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
+from typing import Self
 
 from router.text.token_bytes import TokenBytes
+
+MOST_BYTES_OF_A_CHARACTER = 4
 
 
 class Detokenizer:
     """Incremental decoder of one choice. Any sequence of ids is accepted; ids outside the vocabulary add no text."""
 
-    __slots__ = ("_at_start", "_by_id", "_num_ids", "_skipped", "_start", "_strip_left", "_utf8")
+    __slots__ = ("_at_start", "_by_id", "_has_foreign_half", "_num_ids", "_skipped", "_start", "_strip_left", "_utf8")
 
     def __init__(self, table: TokenBytes, *, skip_special_tokens: bool = True, continues_text: bool = False) -> None:
         """`continues_text`: the ids go on from a text, so the rule for the beginning (a dropped space) is off."""
@@ -31,7 +35,45 @@ class Detokenizer:
         self._start = table.start
         self._at_start = not continues_text and table.start.first_token is not None
         self._strip_left = 0 if continues_text else table.start.strip_count
+        self._has_foreign_half = False  # what the decoder holds is the prompt's, not shown and not to be marked
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    @classmethod
+    def behind(
+        cls,
+        table: TokenBytes,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        marks_half: bool = False,
+    ) -> Self:
+        """The state behind a prompt: what is pushed next is what it adds to the prompt's text.
+
+        Looks at the prompt's beginning, which may be the text's still, and at the end of it, which may be half a
+        character. Where the output does not complete it, it is the prompt's affair; with `marks_half` its replacement
+        mark stands in the output, since the prompt was shown without it.
+        """
+        state = cls(table, skip_special_tokens=skip_special_tokens)
+        for token_id in takewhile(lambda _: state._is_at_beginning, token_ids):
+            state.push(token_id)
+        state._utf8.reset()
+        state._utf8.decode(b"".join([*state._last_bytes(token_ids)][::-1]))
+        state._has_foreign_half = not marks_half
+        return state
+
+    @property
+    def _is_at_beginning(self) -> bool:
+        return self._at_start or self._strip_left > 0
+
+    def _last_bytes(self, token_ids: Sequence[int]) -> Iterator[bytes]:
+        """Bytes of the last tokens, backwards, as far as an unfinished character may reach."""
+        num_bytes = 0
+        for token_id in reversed(token_ids):
+            data = self._bytes_of(token_id)
+            num_bytes += len(data)
+            yield data
+            if num_bytes >= MOST_BYTES_OF_A_CHARACTER:
+                return
 
     def copy(self) -> Detokenizer:
         """Another one in the same state."""
@@ -42,20 +84,37 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Text that is whole once `token_id` is added; often empty."""
-        if not 0 <= token_id < self._num_ids or token_id in self._skipped:
-            return ""
-        data = self._by_id[token_id]
+        data = self._bytes_of(token_id)
         if not data:
             return ""
         if self._at_start:
             self._at_start = False
             assert self._start.first_token is not None
             data = self._start.first_token.get(token_id, data)
+        if self._has_foreign_half:
+            self._has_foreign_half = False
+            if not self._goes_on_with(data):
+                self._utf8.reset()
         text = self._utf8.decode(data)
         return self._strip(text) if self._strip_left and text else text
 
+    def _goes_on_with(self, data: bytes) -> bool:
+        """Whether the half character that is held can go on with these bytes."""
+        strict = codecs.getincrementaldecoder("utf-8")()
+        try:
+            strict.decode(self._utf8.getstate()[0] + data[:1])
+        except UnicodeDecodeError:
+            return False
+        return True
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        is_shown = 0 <= token_id < self._num_ids and token_id not in self._skipped
+        return self._by_id[token_id] if is_shown else b""
+
     def flush(self) -> str:
         """Ends the stream: one replacement mark if a character was left unfinished, else nothing."""
+        if self._has_foreign_half:
+            self._utf8.reset()
         text = self._utf8.decode(b"", final=True)
         self._strip_left = 0
         return text

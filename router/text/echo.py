@@ -22,18 +22,15 @@ class EchoedPrompt:
 
     Attributes:
         text: its whole characters.
-        detokenizer: the state behind them, which each choice goes on from with a copy; None where the output is a new
-            beginning, behind text that was given as text.
     """
 
     text: str
-    detokenizer: Detokenizer | None = None
 
     @classmethod
     def of_tokens(cls, token_ids: Sequence[int], table: TokenBytes, *, skip_special_tokens: bool) -> EchoedPrompt:
         """The text of token ids."""
         detokenizer = Detokenizer(table, skip_special_tokens=skip_special_tokens)
-        return cls("".join(map(detokenizer.push, token_ids)), detokenizer)
+        return cls("".join(map(detokenizer.push, token_ids)))
 
     @property
     def pieces(self) -> Iterator[str]:

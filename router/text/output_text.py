@@ -7,6 +7,10 @@ included).
 
 Which text and ids belong together:
 
+- The text is what the ids add to the prompt's, whatever kind of prompt that is: with it, it is the decode of all ids.
+  So a first space stays (SentencePiece vocabularies drop only that of the whole), and half a character at the end of a
+  prompt of ids is completed by the output; where
+  the output does not go on with it, it stays out of the text.
 - Ids run up to and including the token that ended the choice; all are counted. Later ones are overshoot, not in the
   delta.
 - The text of an ending token (end of sequence, stop id) is never shown.
@@ -24,7 +28,6 @@ from dataclasses import dataclass
 from kvferry.sampling import Finish, FinishKind
 from router.text.detokenizer import Detokenizer
 from router.text.stop_strings import StopMatcher, StopStrings
-from router.text.token_bytes import TokenBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,33 +70,23 @@ class ChoiceText:
 
     def __init__(
         self,
-        token_bytes: TokenBytes,
+        prompt: Detokenizer,
         *,
         stops: StopStrings | None = None,
         include_stop: bool = False,
-        skip_special_tokens: bool = True,
         min_tokens: int = 0,
         ending_token_ids: frozenset[int] = frozenset(),
-        continues_text: bool = False,
-        goes_on_from: Detokenizer | None = None,
     ) -> None:
         """Starts before the first output token.
 
         Args:
-            token_bytes: of the model's tokenizer.
+            prompt: the state behind the prompt, half a character included.
             stops: the request's stop strings, compiled once for all its choices.
             include_stop: the stop string stays in the text.
-            skip_special_tokens: special tokens add no text.
             min_tokens: see the module's page.
             ending_token_ids: ids that end the choice, so their text is hidden (`SamplingParams.ending_token_ids`).
-            continues_text: a text prompt is continued, so a first space is kept.
-            goes_on_from: state behind the text of a prompt that is shown before the output, half a character included.
         """
-        self._detokenizer = (
-            Detokenizer(token_bytes, skip_special_tokens=skip_special_tokens, continues_text=continues_text)
-            if goes_on_from is None
-            else goes_on_from.copy()
-        )
+        self._detokenizer = prompt.copy()
         self._matcher = StopMatcher(stops, include_stop=include_stop) if stops else None
         self._hidden = ending_token_ids
         self._min_tokens = min_tokens

@@ -68,6 +68,7 @@ class TextTokenizer:
         self.token_bytes = TokenBytes.of(tokenizer)
         self.bos_token_id = self._id_of(files.special_texts.get("bos_token"))
         self.eos_token_ids = files.eos_token_ids or self._ids_of(files.special_texts.get("eos_token"))
+        self.grammars.prepare(self.eos_token_ids)
         self.chat_template = ChatTemplate(files.chat_template, files.special_texts)
         self.length_bound = LengthBound.of(tokenizer)
         self._control = ControlText(tokenizer, self.chat_template)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from engine.scripted import scripted_logprob
 from kvferry.client import ChatMessage, GenerateOptions
 from kvferry.config import Config
 from tests.support.deployment import Deployment, chat_folder, deployment_config, running_deployment
+from tests.support.workers import until
 
 MESSAGES: Any = [{"role": "user", "content": "what are you?"}]
 
@@ -82,6 +84,27 @@ async def test_leaving_in_mid_stream_leaves_nothing_behind(tmp_path: Path) -> No
             for _ in range(num_chunks):
                 await anext(stream)
             await stream.close()
+        await deployment.assert_idle()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_dropped_connection_ends_the_work(tmp_path: Path, stream: bool) -> None:
+    """R096: no goodbye, whether its client waits for events or for the whole."""
+    config = config_in(tmp_path, step_delay_s=0.01)
+    async with running_deployment(config) as deployment:
+        decode = deployment.decode[0].role
+        body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 400, "ignore_eos": True, "stream": stream})
+        _, _, address = deployment.router.http_url.partition("://")
+        host, _, port = address.partition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        await until(lambda: decode.load().num_running > 0)
+        num_sampled = decode.load().num_sampled_tokens
+        await until(lambda: decode.load().num_sampled_tokens > num_sampled + 3)
+        writer.transport.abort()
+        await until(lambda: decode.load().num_running == 0)
+        assert decode.load().num_sampled_tokens < 350
         await deployment.assert_idle()
 
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -234,21 +237,18 @@ def hostile() -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.timeout(400)
-async def test_hostile_constraints_fail_or_serve_and_leave_others_alone(config: Config) -> None:
-    """Each by itself, in company of requests whose output must not change."""
-    fields = hostile()
-    assert len(fields) >= 50
-    ends: list[str] = []
+async def attacked(config: Config, fields: Sequence[dict[str, Any]]) -> Counter[str]:
+    """Sends each by itself, in company of requests whose output must not change; how often each end came."""
+    ends = Counter[str]()
 
     async def attack(client: AsyncClient) -> None:
         for number, one in enumerate(fields):
             changed = {"json_schema": None, "regex": None, "choice": (), "max_tokens": 20, **one}
             try:
                 await client.complete(options(number, **changed), timeout_s=TIMEOUT_S)
-                ends.append("served")
+                ends["served"] += 1
             except (InvalidArgument, FailedPrecondition) as error:
-                ends.append(type(error).__name__)
+                ends[type(error).__name__] += 1
 
     async with running_deployment(config) as deployment:
         quiet = await choices_of(deployment.client, range(9))
@@ -257,7 +257,134 @@ async def test_hostile_constraints_fail_or_serve_and_leave_others_alone(config: 
             assert ids(await choices_of(deployment.client, range(9))) == ids(quiet)
         await attacking
         await deployment.assert_idle()
-    assert ends.count("served") >= 10 and ends.count("InvalidArgument") >= 10
+    return ends
+
+
+async def test_a_sample_of_hostile_constraints_fails_or_serves_and_leaves_others_alone(config: Config) -> None:
+    """Of each kind one that is cheap: the bounds are the same (R086)."""
+    fields = hostile()
+    sample = [fields[number] for number in range(2, len(fields), 9)]
+    sample += [{"regex": pattern} for pattern in ("a{100000}", "(.*a){60}", "(?=a)b")]
+    ends = await attacked(config, sample)
+    assert ends["served"] >= 2 and ends["InvalidArgument"] >= 2
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(900)
+async def test_hostile_constraints_fail_or_serve_and_leave_others_alone(config: Config) -> None:
+    fields = hostile()
+    assert len(fields) >= 50
+    ends = await attacked(config, fields)
+    assert ends["served"] >= 10 and ends["InvalidArgument"] >= 10
+
+
+async def test_each_constraint_is_judged_on_its_own(config: Config) -> None:
+    """Bad behind good, good behind bad, twenty times, of all kinds; a megabyte of schema (R086, R087)."""
+    bad: list[dict[str, Any]] = [
+        {"json_schema": '{"type": "strin'},
+        {"json_schema": '{"type": "nothing"}'},
+        {"json_schema": '{"not": {"type": "string"}}'},
+        {"regex": "(a"},
+        {"regex": "(?=a)b"},
+        {"grammar": "root ::= ("},
+        {"grammar": "start: missing"},
+        {"choice": ("",) * 2_000},
+        {"json_schema": json.dumps({"enum": ["x" * (1 << 20)]})},
+    ]
+    free = {"json_schema": None, "regex": None, "choice": ()}
+    async with running_deployment(config) as deployment:
+        quiet = await choices_of(deployment.client, range(3))
+        for number in range(20):
+            wrong = bad[number % len(bad)]
+            (field,) = wrong
+            with pytest.raises(InvalidArgument) as caught:
+                await deployment.client.complete(options(number, **{**free, **wrong}), timeout_s=TIMEOUT_S)
+            assert str(caught.value.field).startswith(field)
+            good = number % 3
+            assert ids(await choices_of(deployment.client, range(good, good + 1))) == ids(quiet[good : good + 1])
+        await deployment.assert_idle()
+
+
+UNBOUNDED: dict[str, dict[str, Any]] = {
+    "empty": {"json_schema": "{}"},
+    "true": {"json_schema": "true"},
+    "number": {"json_schema": '{"type": "number"}'},
+    "array": {"json_schema": '{"type": "array", "items": {"type": "integer"}}'},
+    "object": {"json_object": True},
+}
+
+
+@pytest.mark.parametrize("name", UNBOUNDED)
+async def test_what_nothing_bounds_ends_at_max_tokens(config: Config, name: str) -> None:
+    """By itself or by length, never by an error; a text that ended by itself is whole (R088)."""
+    free = {"json_schema": None, "regex": None, "choice": ()}
+    async with running_deployment(config) as deployment:
+        for number in range(12):
+            wanted = options(number, **{**free, **UNBOUNDED[name], "max_tokens": 1 + 3 * number})
+            (choice,) = (await deployment.client.complete(wanted, timeout_s=TIMEOUT_S)).choices
+            assert choice.finish is not None
+            if choice.finish.kind is FinishKind.END_OF_SEQUENCE:
+                json.loads(choice.text)
+            else:
+                assert choice.finish.kind is FinishKind.LENGTH and len(choice.token_ids) == 1 + 3 * number
+        await deployment.assert_idle()
+
+
+async def test_the_first_token_of_json_mode_comes_from_prefill_and_opens_an_object(config: Config) -> None:
+    """A hundred prompts over two workers; whatever ends by itself is an object (R089)."""
+    free = {"json_schema": None, "regex": None, "choice": ()}
+    async with running_deployment(config) as deployment:
+        at_once = asyncio.Semaphore(16)
+
+        async def one(number: int) -> Choice:
+            async with at_once:
+                wanted = options(number, **{**free, "json_object": True, "max_tokens": 1 + number % 40})
+                return (await deployment.client.complete(wanted, timeout_s=TIMEOUT_S)).choices[0]
+
+        choices = await asyncio.gather(*map(one, range(100)))
+        await deployment.assert_idle()
+    assert {choice.text[:1] for choice in choices} == {"{"}
+    ended = [choice for choice in choices if choice.finish and choice.finish.kind is FinishKind.END_OF_SEQUENCE]
+    assert ended and all(isinstance(json.loads(choice.text), dict) for choice in ended)
+
+
+@pytest.mark.parametrize("num_prefill", [1, 0])
+async def test_a_document_may_end_with_either_of_two_ends(folder: Path, tmp_path: Path, num_prefill: int) -> None:
+    """And exactly at max_tokens, which is a good end, too (R090, R074)."""
+    both = (EOS_TOKEN_ID, EOS_TOKEN_ID - 1)
+    model = shutil.copytree(folder, tmp_path / "two ends")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": both}))
+    config = deployment_config(model, timeout_s=30.0, block_size=16, num_blocks=1024)
+    async with running_deployment(config, num_prefill=num_prefill) as deployment:
+        for end in both:
+            choice_of = {"choice": (), "regex": "yes+", "json_schema": None, "logit_bias": {end: 90.0}}
+            (whole,) = (await deployment.client.complete(options(2, **choice_of), timeout_s=TIMEOUT_S)).choices
+            assert (whole.text, whole.token_ids[-1]) == ("yes", end)
+            assert whole.finish is not None and whole.finish.kind is FinishKind.END_OF_SEQUENCE
+            exact = options(2, **choice_of, max_tokens=len(whole.token_ids) - 1)
+            (cut,) = (await deployment.client.complete(exact, timeout_s=TIMEOUT_S)).choices
+            assert cut.text == "yes" and cut.finish is not None and cut.finish.kind is FinishKind.LENGTH
+        await deployment.assert_idle()
+
+
+@pytest.mark.parametrize("num_prefill", [1, 0])
+async def test_neither_of_two_ends_comes_before_min_tokens(folder: Path, tmp_path: Path, num_prefill: int) -> None:
+    """R074, also where the model wants nothing else."""
+    both = (EOS_TOKEN_ID, 65)
+    model = shutil.copytree(folder, tmp_path / "two ends")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": both}))
+    config = deployment_config(model, timeout_s=30.0, block_size=16, num_blocks=1024)
+    async with running_deployment(config, num_prefill=num_prefill) as deployment:
+        for end in both:
+            for min_tokens in (0, 10):
+                wanted = GenerateOptions(
+                    prompt=[5, 6], max_tokens=30, min_tokens=min_tokens, logit_bias={end: 90.0}, seed=min_tokens
+                )
+                (choice,) = (await deployment.client.complete(wanted, timeout_s=TIMEOUT_S)).choices
+                assert choice.token_ids[-1] == end and not set(choice.token_ids[:min_tokens]) & set(both)
+                assert len(choice.token_ids) == min_tokens + 1
+                assert choice.finish is not None and choice.finish.kind is FinishKind.END_OF_SEQUENCE
+        await deployment.assert_idle()
 
 
 async def test_an_output_that_cannot_go_on_fails_its_request_alone(config: Config) -> None:

@@ -21,6 +21,7 @@ from kvferry.errors import FailedPrecondition, KvferryError
 from kvferry.kv_layout import KvLayout
 from kvferry.rpc import RpcServer
 from kvferry.sampling import Finish, TokenLogprob
+from kvferry.sequence_fields import own_fields
 from kvferry.spec import SequenceSpec
 from kvferry.wire import block_changes_to_pb, finish_to_pb, layout_to_pb, logprob_to_pb, spec_from_pb
 from proto.kvferry.v1 import types_pb2, worker_pb2, worker_pb2_grpc
@@ -192,6 +193,7 @@ class FakeWorker(
         block_hashes: what it says that it can be hit for.
         num_block_watches: calls of WatchBlocks so far.
         watched: set while a router watches.
+        sequence_fields: those of a sequence that it says it knows.
     """
 
     def __init__(self, network: FakeNetwork, role: str, index: int) -> None:
@@ -203,6 +205,7 @@ class FakeWorker(
         self.layout = LAYOUT
         self.vocab_size = network.vocab_size
         self.draining = False
+        self.sequence_fields = sorted(own_fields())
         self.block_hashes: list[bytes] = []
         self.num_block_watches = 0
         self.is_silent = False
@@ -285,6 +288,7 @@ class FakeWorker(
             capabilities=capabilities,
             draining=self.draining,
             load=load,
+            sequence_fields=self.sequence_fields,
         )
 
     # --- PrefillService ---

@@ -133,7 +133,7 @@ class WatchRequest(_message.Message):
     def __init__(self, progress_timeout_s: _Optional[float] = ...) -> None: ...
 
 class WatchResponse(_message.Message):
-    __slots__ = ("worker_id", "role", "pid", "epoch", "capabilities", "draining", "load")
+    __slots__ = ("worker_id", "role", "pid", "epoch", "capabilities", "draining", "load", "sequence_fields")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +141,7 @@ class WatchResponse(_message.Message):
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELDS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     pid: int
@@ -148,7 +149,8 @@ class WatchResponse(_message.Message):
     capabilities: _types_pb2.Capabilities
     draining: bool
     load: WorkerLoad
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., capabilities: _Optional[_Union[_types_pb2.Capabilities, _Mapping]] = ..., draining: _Optional[bool] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
+    sequence_fields: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., capabilities: _Optional[_Union[_types_pb2.Capabilities, _Mapping]] = ..., draining: _Optional[bool] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., sequence_fields: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("grace_s",)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from engine.constraint import Constraint, OutputRefused
+from engine.constraint import Constraint, Constraints, OutputRefused
 from engine.forward_batch import SampleRequest
 from engine.sampler import sample_rows
 from engine.sequence import Sequence
 from kvferry.grammar import Grammars
 from kvferry.sampling import LogitRules, SamplingParams
-from tests.support.tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
+from tests.support.tokenizers import byte_fallback_tokenizer, byte_level_tokenizer, write_model_folder
 
 TOKENIZER = byte_level_tokenizer()
 
@@ -204,3 +205,16 @@ def test_a_row_without_a_token_or_with_a_foreign_output_fails_alone_and_for_good
     assert results[0].token_id == 0
     assert (results[1].error, results[1].is_final) == ("every token is banned at position 3", True)
     assert results[2].is_final and "the output so far does not match it" in (results[2].error or "")
+
+
+async def test_a_worker_is_ready_for_grammars_before_it_serves(tmp_path: Path) -> None:
+    """Its tokenizer was read and its table built for the ends that its router will name."""
+    for ids, names in (([2, 0], ("generation_config.json", "config.json")), (2, ("config.json",))):
+        folder = write_model_folder(tmp_path / str(ids), TOKENIZER, config={"eos_token_id": 1})
+        for name in names:
+            (folder / name).write_text(json.dumps({"eos_token_id": ids if name == names[0] else 1}))
+        constraints = Constraints(folder, VOCAB)
+        (folder / "tokenizer.json").unlink()
+        ends = tuple(ids) if isinstance(ids, list) else (ids,)
+        assert await constraints.open(SamplingParams(5, eos_token_ids=ends, grammar='start: "a"')) is not None
+        constraints.close()

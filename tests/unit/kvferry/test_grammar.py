@@ -10,7 +10,7 @@ import pytest
 from llguidance import LLMatcher
 
 from kvferry import grammar as module
-from kvferry.errors import ResourceExhausted
+from kvferry.errors import FailedPrecondition, ResourceExhausted
 from kvferry.grammar import GrammarRefused, Grammars
 from tests.support.tokenizers import byte_level_tokenizer
 
@@ -40,6 +40,34 @@ def chain(num_bytes: int) -> str:
         lines.append(f"a{number}:a{number + 1}")
         size, number = size + len(lines[-1]) + 1, number + 1
     return "\n".join([*lines, f'a{number}:"x"'])
+
+
+async def test_the_tokenizers_table_is_built_before_the_first_request() -> None:
+    """Building it keeps every thread from Python: streams and heartbeats would wait for it."""
+    reads: list[str] = []
+
+    def read() -> str:
+        reads.append("tokenizer.json")
+        return TOKENIZER.to_str()
+
+    grammars = Grammars(read, TOKENIZER.get_vocab_size())
+    grammars.prepare(EOS)
+    assert len(reads) == 1
+    for number in range(3):
+        await grammars.compiled(f'start: "{number}"', EOS)
+    assert len(reads) == 1
+    grammars.close()
+
+
+async def test_a_tokenizer_that_cannot_be_read_is_said_at_the_first_grammar() -> None:
+    def missing() -> str:
+        raise FailedPrecondition("tokenizer.json is missing")
+
+    grammars = Grammars(missing, 400)
+    grammars.prepare(EOS)
+    with pytest.raises(FailedPrecondition, match="is missing"):
+        await grammars.compiled('start: "a"', EOS)
+    grammars.close()
 
 
 async def test_each_is_compiled_once_and_the_oldest_leaves(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:

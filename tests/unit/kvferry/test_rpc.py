@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -332,6 +335,63 @@ async def test_writing_to_a_call_that_ended_early_is_unavailable() -> None:
             async with loop.channel.duplex(loop.decode.Decode) as call:
                 while True:
                     await call.write(worker_pb2.DecodeRequest())
+
+
+@pytest.mark.parametrize(
+    "num_messages", [4_000, pytest.param(100_000, marks=[pytest.mark.soak, pytest.mark.timeout(900)])]
+)
+async def test_a_long_stream_both_ways_leaves_no_objects(num_messages: int) -> None:
+    """R101: with tracing on, the number of Python's objects stays where it was behind the warm-up."""
+
+    async def decode(request_iterator: Any, context: Any) -> None:
+        async for _ in request_iterator:
+            await context.write(worker_pb2.DecodeResponse(heartbeat=worker_pb2.Heartbeat()))
+
+    counts: list[int] = []
+    async with loopback(decode=decode) as loop, loop.channel.duplex(loop.decode.Decode) as call:
+        for number in range(num_messages):
+            await call.write(worker_pb2.DecodeRequest(heartbeat=worker_pb2.Heartbeat()))
+            await call.read()
+            if number % (num_messages // 4) == num_messages // 8:
+                gc.collect()
+                counts.append(len(gc.get_objects()))
+    assert len(counts) == 4 and max(counts[1:]) - counts[0] < 200
+
+
+CHILDREN_BESIDE_GRPC = """
+import asyncio, time
+from tests.unit.kvferry.test_rpc import inference_pb2, loopback
+
+async def abort(request, context):
+    return inference_pb2.AbortResponse()
+
+async def main():
+    end_s, codes = time.monotonic() + 2.0, []
+    async with loopback(abort=abort) as loop:
+        async def call_on():
+            while time.monotonic() < end_s:
+                await loop.channel.unary(loop.inference.Abort, inference_pb2.AbortRequest())
+        async def start_on():
+            while time.monotonic() < end_s:
+                child = await asyncio.create_subprocess_exec("/bin/true")
+                codes.append(await asyncio.wait_for(child.wait(), 10))
+        await asyncio.gather(call_on(), call_on(), start_on())
+    print(len(codes), set(codes))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.processes
+async def test_children_start_and_end_beside_calls() -> None:
+    """R098: on asyncio's own loop, on which `kvferry up` runs and starts its workers; uvloop's children run gRPC's
+    handlers of a fork, and one of a hundred dies of them."""
+    command = [sys.executable, "-c", CHILDREN_BESIDE_GRPC]
+    child = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60, check=False)
+    assert child.returncode == 0, child.stderr
+    number, codes = child.stdout.split(maxsplit=1)
+    assert int(number) >= 20 and codes.strip() == "{0}"
+    assert "fork" not in child.stderr, child.stderr
 
 
 # --------------------------------------------------------------------------------------------------------- liveness

@@ -124,3 +124,39 @@ async def test_the_least_loaded_pair_is_chosen(start_router: StartRouter) -> Non
         for call in calls:
             call.cancel()
         await network.all_ended()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_worker_of_an_older_version_never_gets_what_it_would_overlook(
+    start_router: StartRouter, role: str
+) -> None:
+    """It goes on serving all others, and everything once it was replaced."""
+    async with FakeNetwork(OUTPUT, num_prefill=2, num_decode=2) as network, start_router(network) as router:
+        workers = network.prefill if role == "prefill" else network.decode
+        for worker in network.workers:
+            await changed_until(router, "ready", worker.address)
+        workers[0].sequence_fields = []  # a version that tells none
+        await _told(router, workers[0].address)
+        banned = ask(sampling={"bad_words": ["x"]})
+        for _ in range(4):
+            await router.generate(banned)
+        assert {call.worker.name for call in network.calls_of(role)} == {f"{role}-1"}
+        for _ in range(4):
+            await router.generate(ask())
+        assert {call.worker.name for call in network.calls_of(role)} == {f"{role}-0", f"{role}-1"}
+        if role == "prefill":
+            return
+        workers[1].sequence_fields = []
+        await _told(router, workers[1].address)
+        num_calls = len(network.calls)
+        with pytest.raises(Unavailable, match=r"no ready decode worker knows sampling\.rules.*older version"):
+            await router.generate(banned)
+        assert len(network.calls) == num_calls
+
+
+async def _told(router: Router, address: str) -> None:
+    """Returns once the router heard that this worker is of an older version."""
+    worker = next(worker for worker in router.app.membership.workers if worker.address == address)
+    async with asyncio.timeout(10):
+        while "sampling.rules" in worker.sequence_fields:  # noqa: ASYNC110 - a status changes no state
+            await asyncio.sleep(0.01)

@@ -75,14 +75,16 @@ class Seen:
 class Plane:
     """The text plane of one router for a request of one choice, and a worker that makes the given tokens."""
 
-    def __init__(self, message: pb.GenerateRequest, echo: EchoedPrompt | None = None) -> None:
+    def __init__(
+        self, message: pb.GenerateRequest, echo: EchoedPrompt | None = None, prompt_token_ids: Sequence[int] = PROMPT
+    ) -> None:
         request = validate(message, LIMITS, lambda: 0)
         self.outbox = Outbox()
         self._sampling = request.sampling_params(message.stopping.max_tokens, [EOS])
         self._output = RequestOutput(
             request,
             self._sampling,
-            num_prompt_tokens=3,
+            prompt_token_ids=prompt_token_ids,
             token_bytes=TABLE,
             echo=echo,
             outbox=self.outbox,
@@ -139,13 +141,13 @@ def test_text_and_tokens_go_on_exactly_at_every_cut(
     )
     whole = pb.GenerateRequest(text="x", sampling=pb.SamplingOptions(seed=1), stopping=stopping)
     uncut, lengths = Seen(), [0 if echo is None else len(echo.text)]
-    Plane(whole, echo).make(token_ids, uncut, lengths)
+    Plane(whole, echo, echoed).make(token_ids, uncut, lengths)
     assert uncut.text.startswith("" if echo is None else echo.text)
     lengths[-1] = len(uncut.text)
     for num_tokens, most_chars in enumerate(lengths):
         for num_chars in range(most_chars + 1):
             seen = Seen(uncut.token_ids[:num_tokens], uncut.text[:num_chars])
-            Plane(cut_request(whole, seen.token_ids, num_chars), echo).make(token_ids, seen)
+            Plane(cut_request(whole, seen.token_ids, num_chars), echo, echoed).make(token_ids, seen)
             assert seen == uncut, f"cut behind {num_tokens} tokens and {num_chars} characters"
 
 
@@ -160,7 +162,7 @@ def test_an_echoed_prompt_and_the_output_are_one_text(echoed: list[int], token_i
     stop = decode(TABLE, echoed)[-1:]
     stopping = pb.StoppingOptions(max_tokens=len(token_ids), stop=[stop] if stop in "abc " else [])
     seen = Seen()
-    Plane(pb.GenerateRequest(text="x", stopping=stopping), echo).make(token_ids, seen)
+    Plane(pb.GenerateRequest(text="x", stopping=stopping), echo, echoed).make(token_ids, seen)
     whole = decode(TABLE, [*echoed, *token_ids])
     assert seen.text.startswith(echo.text) and whole.startswith(seen.text)
     if stopping.stop:

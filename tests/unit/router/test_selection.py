@@ -26,6 +26,7 @@ class Member:
     num_blocks: int
     load: int = 0
     max_running: int = 0
+    sequence_fields: frozenset[str] = frozenset()
     breaker: Breaker = field(default_factory=Breaker)
 
 
@@ -62,6 +63,21 @@ def test_decode_computes_what_no_prefill_pool_can_hold() -> None:
     select = selector([Member("p", 20)], [Member("d", 200)])
     assert chosen(select, Needs(True, True, 31, 40)) == (None, "d")
     assert chosen(select, Needs(True, False, 31, 40)) == (None, "d")
+
+
+def test_a_field_goes_only_to_workers_that_know_it() -> None:
+    old, new = frozenset({"id", "sampling"}), frozenset({"id", "sampling", "sampling.grammar"})
+    plain, constrained = Needs(True, True, fields=old), Needs(True, True, fields=new)
+    mixed = selector(
+        [Member("old-p", 9, sequence_fields=old)],
+        [Member("old-d", 9, sequence_fields=old), Member("new-d", 9, load=7, sequence_fields=new)],
+    )
+    assert chosen(mixed, plain) == ("old-p", "old-d")
+    assert chosen(mixed, constrained) == (None, "new-d"), "prefill would overlook the grammar"
+    outdated = selector([Member("new-p", 9, sequence_fields=new)], [Member("old-d", 9, sequence_fields=old)])
+    assert chosen(outdated, plain) == ("new-p", "old-d")
+    with pytest.raises(Unavailable, match=r"no ready decode worker knows sampling\.grammar: they are of an older"):
+        chosen(outdated, constrained)
 
 
 def test_no_decode_with_room_is_said() -> None:

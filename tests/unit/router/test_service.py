@@ -476,3 +476,13 @@ async def test_hurry_cuts_the_grace_short(start_router: StartRouter) -> None:
             await router.app.drain(60.0, hurry)
         with pytest.raises((Unavailable, Cancelled)):
             await answering
+
+
+async def test_the_text_of_a_stop_token_never_slips_out_of_a_message_of_many(start_router: StartRouter) -> None:
+    """R072: ids and text end together, however the tokens are grouped."""
+    async with FakeNetwork(OUTPUT) as network, start_router(network) as router:
+        for network.tokens_per_message in (1, 3, 8):
+            answer = await router.generate(ask(stopping=pb.StoppingOptions(stop_token_ids=[OUTPUT[4]])))
+            assert (answer.token_ids, answer.text) == (OUTPUT[:5], "HELL")
+            assert answer.finish.finish.reason == types_pb2.FINISH_REASON_STOP_TOKEN
+            assert answer.completed.usage.completion_tokens == 5
