@@ -54,6 +54,7 @@ class ChoiceOutput:
             stops=stops,
             include_stop=request.include_stop_str_in_output,
             skip_special_tokens=request.carries.skip_special_tokens,
+            kept_special_ids=request.carries.kept_special_token_ids,
             min_tokens=request.min_tokens,
             ending_token_ids=sampling.ending_token_ids,
             continues_text=isinstance(request.prompt, TextPrompt),

@@ -11,6 +11,7 @@ from router.models import Model
 from router.openai.body import Body, Ids, parse
 from router.openai.endpoint import Call
 from router.openai.requests import ChatMessages, chat_of
+from router.openai.tools import Tools
 from router.text.tokenizer import PromptLimits
 from router.validation import Limits, TextPrompt, validate
 
@@ -21,6 +22,7 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: ChatMessages | None = None
+    tools: Tools | None = None
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -32,9 +34,11 @@ class TokenizeBody(Body):
         if self.messages is not None:
             if self.add_special_tokens:
                 raise InvalidArgument("add_special_tokens", "is not for messages: their template writes all there are")
-            return pb.GenerateRequest(chat=chat_of(self.messages, self.add_generation_prompt))
+            return pb.GenerateRequest(chat=chat_of(self.messages, self.add_generation_prompt, self.tools))
         if self.add_generation_prompt is not None:
             raise InvalidArgument("add_generation_prompt", "is only for messages")
+        if self.tools:
+            raise InvalidArgument("tools", "is only for messages")
         return pb.GenerateRequest(text=self.prompt)
 
 

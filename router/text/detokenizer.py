@@ -23,11 +23,21 @@ class Detokenizer:
 
     __slots__ = ("_at_start", "_by_id", "_num_ids", "_skipped", "_start", "_strip_left", "_utf8")
 
-    def __init__(self, table: TokenBytes, *, skip_special_tokens: bool = True, continues_text: bool = False) -> None:
-        """`continues_text`: the ids go on from a text, so the rule for the beginning (a dropped space) is off."""
+    def __init__(
+        self,
+        table: TokenBytes,
+        *,
+        skip_special_tokens: bool = True,
+        kept_special_ids: frozenset[int] = frozenset(),
+        continues_text: bool = False,
+    ) -> None:
+        """`continues_text`: the ids go on from a text, so the rule for the beginning (a dropped space) is off.
+
+        `kept_special_ids` add their text though others are skipped.
+        """
         self._by_id = table.by_id
         self._num_ids = len(table.by_id)
-        self._skipped = table.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = table.special_ids - kept_special_ids if skip_special_tokens else frozenset[int]()
         self._start = table.start
         self._at_start = not continues_text and table.start.first_token is not None
         self._strip_left = 0 if continues_text else table.start.strip_count

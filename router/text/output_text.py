@@ -72,6 +72,7 @@ class ChoiceText:
         stops: StopStrings | None = None,
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        kept_special_ids: frozenset[int] = frozenset(),
         min_tokens: int = 0,
         ending_token_ids: frozenset[int] = frozenset(),
         continues_text: bool = False,
@@ -83,14 +84,19 @@ class ChoiceText:
             token_bytes: of the model's tokenizer.
             stops: the request's stop strings, compiled once for all its choices.
             include_stop: the stop string stays in the text.
-            skip_special_tokens: special tokens add no text.
+            skip_special_tokens: special tokens add no text, but for `kept_special_ids`.
             min_tokens: see the module's page.
             ending_token_ids: ids that end the choice, so their text is hidden (`SamplingParams.ending_token_ids`).
             continues_text: a text prompt is continued, so a first space is kept.
             goes_on_from: state behind the text of a prompt that is shown before the output, half a character included.
         """
         self._detokenizer = (
-            Detokenizer(token_bytes, skip_special_tokens=skip_special_tokens, continues_text=continues_text)
+            Detokenizer(
+                token_bytes,
+                skip_special_tokens=skip_special_tokens,
+                kept_special_ids=kept_special_ids,
+                continues_text=continues_text,
+            )
             if goes_on_from is None
             else goes_on_from.copy()
         )
