@@ -56,7 +56,7 @@ def says(folder: Path, tool_format: str, *parts: str | int) -> Config:
     """A scripted model whose every output is these texts and tokens, and then its end."""
     save_scripted_model(folder, tool_format=tool_format)
     (folder / "config.json").write_text(json.dumps({"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_TOKEN_ID}))
-    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder)  # type: ignore[no-untyped-call]
+    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder)
     script = [one for part in parts for one in (tokenizer.encode(part) if isinstance(part, str) else [part])]
     config = ScriptConfig(vocab_size=VOCAB_SIZE, mode="script", script=(*script, EOS_TOKEN_ID))
     save_scripted_model(folder, config, tool_format=tool_format)
@@ -219,7 +219,7 @@ async def test_a_conversation_with_tools_goes_on(tmp_path: Path) -> None:
     config = says(tmp_path, "hermes", MARKER_ID, f"\n{CALL}\n</tool_call>")
     async with serving(config) as (deployment, client):
         answer = (await client.chat.completions.create(model="", messages=[USER], tools=TOOLS)).choices[0].message
-        (call,) = answer.tool_calls or ()
+        (call,) = answer.tool_calls or []
         result = {"role": "tool", "tool_call_id": call.id, "content": "Ada is."}
         messages: Any = [USER, answer, result]
         told = await client.chat.completions.create(
@@ -228,7 +228,7 @@ async def test_a_conversation_with_tools_goes_on(tmp_path: Path) -> None:
         ids = told.choices[0].model_dump()["prompt_token_ids"]
         as_dicts = [USER, {**answer.model_dump(exclude_none=True), "content": ""}, result]
         as_dicts[1]["tool_calls"][0]["function"]["arguments"] = json.loads(ARGUMENTS)
-        theirs: Any = PreTrainedTokenizerFast.from_pretrained(tmp_path)  # type: ignore[no-untyped-call]
+        theirs: Any = PreTrainedTokenizerFast.from_pretrained(tmp_path)
         assert ids == theirs.apply_chat_template(as_dicts, tools=TOOLS, add_generation_prompt=True, return_dict=False)
 
         tools = [Tool("person", "Says who.", json.dumps(SCHEMA)), Tool("nobody")]

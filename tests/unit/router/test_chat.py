@@ -63,4 +63,6 @@ def test_what_is_not_right_is_refused_by_field(fields: dict[str, Any], reason: s
 
 def test_the_deepest_json_is_taken() -> None:
     fits = DEEP.removeprefix('{"a":').removesuffix("}")
-    assert chat_prompt(pb.Chat(messages=[pb.ChatMessage(**USER)], tools=[pb.Tool(name="a", parameters=fits)])).tools
+    assert chat_prompt(
+        pb.Chat(messages=[pb.ChatMessage(role="user")], tools=[pb.Tool(name="a", parameters=fits)])
+    ).tools

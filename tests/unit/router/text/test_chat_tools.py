@@ -60,7 +60,7 @@ def folder_of(folder: Path, form: str) -> Path:
 def test_tools_are_rendered_as_transformers_does(tmp_path: Path, form: str, num_tools: int) -> None:
     folder = folder_of(tmp_path, form)
     (folder / "config.json").write_text('{"vocab_size": 320}')
-    theirs: Any = PreTrainedTokenizerFast.from_pretrained(folder)  # type: ignore[no-untyped-call]
+    theirs: Any = PreTrainedTokenizerFast.from_pretrained(folder)
     ours = TextTokenizer.load(folder)
     for num_turns in (1, 3, 4):
         expected = theirs.apply_chat_template(
@@ -90,7 +90,7 @@ def test_a_template_of_its_own_for_tools_is_used_for_them(tmp_path: Path) -> Non
         {"name": "default", "template": "{{ messages[0].content }}"},
         {"name": "tool_use", "template": "{{ tools[0].function.name }}"},
     ]
-    config = {"chat_template": named}
+    config: dict[str, object] = {"chat_template": named}
     tokenizer = TextTokenizer.load(write_model_folder(tmp_path / "a", byte_level_tokenizer(), tokenizer_config=config))
     folder = write_model_folder(tmp_path / "b", byte_level_tokenizer())
     (folder / "additional_chat_templates").mkdir()
@@ -130,7 +130,7 @@ def test_markers_in_tools_and_calls_are_text(tmp_path: Path, form: str, marker: 
 
 def test_a_template_that_escapes_what_is_marked_is_told(tmp_path: Path) -> None:
     template = "{{ tools | tojson(ensure_ascii=True) }}{{ messages[0].content }}<|im_start|>"
-    config = {"chat_template": template}
+    config: dict[str, object] = {"chat_template": template}
     tokenizer = TextTokenizer.load(write_model_folder(tmp_path, byte_level_tokenizer(), tokenizer_config=config))
     assert tokenizer.encode_chat([ChatMessage("user", "a")], tools=[Tool("f", "é")])
     with pytest.raises(InvalidArgument, match="control text that the chat template escapes"):

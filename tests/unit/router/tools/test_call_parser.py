@@ -199,10 +199,10 @@ def test_sure_calls_are_told_as_they_come(form: ToolFormat) -> None:
     parser, live = CallParser(form, NAMES, is_live=True), Told()
     for letter in text[:-20]:
         live.add(parser.push(letter))
-    assert live.calls == [["f", arguments[:-19]]] and parser.is_in_call
+    assert (live.calls, parser.is_in_call, parser.num_calls) == ([["f", arguments[:-19]]], True, 0)
     live.add(parser.push(text[-20:] + form.closing))
     live.add(parser.finish())
-    assert live.as_pair() == ("", [["f", arguments]]) and not parser.is_in_call
+    assert (live.as_pair(), parser.is_in_call, parser.num_calls) == (("", [["f", arguments]]), False, 1)
     assert told(form, [text[:-20]], is_live=True).as_pair() == ("", [["f", arguments[:-19]]])
     assert told(form, [text[:-20]]).as_pair() == (text[:-20], [])
 
