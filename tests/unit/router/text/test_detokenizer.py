@@ -185,3 +185,12 @@ def test_cost_of_a_token_does_not_grow_with_the_output() -> None:
             detokenizer.push(token_id)
         late.append(seconds_at(4000, detokenizer))
     assert min(late) < 1.2 * min(early)
+
+
+def test_chosen_special_tokens_stay() -> None:
+    ids = [0, *BYTE_LEVEL.encode("hello").ids, 1, 2, 1]
+    table = TokenBytes.of(BYTE_LEVEL)
+    detokenizer = Detokenizer(table, kept_special_ids=frozenset({1, 99_999}))
+    assert "".join(map(detokenizer.push, ids)) == "hello<|im_start|><|im_start|>"
+    shows_all = Detokenizer(table, skip_special_tokens=False, kept_special_ids=frozenset({1}))
+    assert "".join(map(shows_all.push, ids)) == "<|endoftext|>hello<|im_start|><|im_end|><|im_start|>"

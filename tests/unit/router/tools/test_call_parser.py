@@ -211,3 +211,11 @@ def test_a_long_output_costs_no_more_a_letter() -> None:
     """No state grows with what was told: 300,000 letters that look like calls again and again."""
     text: Any = '<tool_call>{"a": "<tool_call>' * 10_000 + " " * 10_000
     assert told(HERMES, [text[i : i + 7] for i in range(0, len(text), 7)]).content == text
+
+
+@pytest.mark.parametrize("form", FORMS, ids=IDS)
+def test_white_space_is_not_held_back_for_ever(form: ToolFormat) -> None:
+    for before in ("", "a", form.begin, form.begin + form.open):
+        parser, result = CallParser(form, NAMES), Told()
+        result.add(parser.push(before + " " * 10 * MAX_SPACE))
+        assert len(result.content) >= 9 * MAX_SPACE
