@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from bench import handoff, moves, paper, receive, transfer
+from bench import engine, handoff, moves, paper, receive, transfer
 from bench.environment import describe
 from bench.events import run_events
 from bench.memory import run_memory
@@ -32,6 +32,7 @@ WITH_OPTIONS = {
     "handoff": handoff.main,
     "receive": receive.main,
     "moves": moves.main,
+    "engine": engine.main,
     "paper": paper.main,
 }
 
@@ -45,7 +46,9 @@ def main() -> None:
         description=f"Measure; {', '.join(WITH_OPTIONS)} have options of their own, see `python -m bench NAME --help`.",
         epilog="example: python -m bench serve --json out.json",
     )
-    parser.add_argument("bench", nargs="?", choices=[*BENCHES, "paper"], help="which one; default: all but paper")
+    parser.add_argument(
+        "bench", nargs="?", choices=[*BENCHES, "engine", "paper"], help="which one; default: all but the last two"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the figures there; - for standard output")
     options = parser.parse_args()
     names = [options.bench] if options.bench else list(BENCHES)

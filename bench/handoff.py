@@ -28,7 +28,7 @@ from itertools import pairwise
 from bench.paging.tables import Table
 from bench.report import Reporter, Spread, add_json_option, at_least_one, write
 from bench.spans import RecordedSpan, SpanCollector, collecting_spans
-from kvferry.client import Client, GenerateOptions
+from kvferry.client import AsyncClient, GenerateOptions
 from kvferry.cluster import LocalCluster
 from kvferry.config import Config, load_config
 from kvferry.errors import KvferryError
@@ -127,7 +127,7 @@ async def _measure_one(config: Config, transport: str, num_pairs: int, report: R
     alone: list[Sample] = []
     async with collecting_spans() as collector:
         traced = config.replace("telemetry", otlp_endpoint=collector.address)
-        async with LocalCluster(traced) as cluster, Client(cluster.endpoints.grpc) as client:
+        async with LocalCluster(traced) as cluster, AsyncClient(cluster.endpoints.grpc) as client:
             report(f"{transport}: serving")
             for max_tokens in (NUM_OUTPUT_TOKENS, 1):
                 await _request(client, prompts.next(), max_tokens)  # first use of everything
@@ -153,7 +153,7 @@ class _Prompts:
         return [self._generator.randrange(1_000, 40_000) for _ in range(NUM_PROMPT_TOKENS)]
 
 
-async def _request(client: Client, prompt: list[int], max_tokens: int) -> Sample:
+async def _request(client: AsyncClient, prompt: list[int], max_tokens: int) -> Sample:
     options = GenerateOptions(prompt=prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     arrivals_s: list[float] = []
     begin_s = time.perf_counter()

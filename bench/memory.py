@@ -31,7 +31,7 @@ from engine.core import EngineCore
 from engine.local import generate
 from engine.opening import open_core
 from engine.sequence import Priority, Sequence
-from kvferry.client import Client, GenerateOptions
+from kvferry.client import AsyncClient, GenerateOptions
 from kvferry.cluster import LocalCluster
 from kvferry.config import Config, load_config
 from kvferry.model_store import ModelStore
@@ -157,12 +157,12 @@ async def _same_prompt_twice(config: Config) -> list[LongPrompt]:
     rng = random.Random(4)
     prompt = [rng.randrange(1_000, 40_000) for _ in range(LONG_PROMPT_TOKENS)]
     other = [rng.randrange(1_000, 40_000) for _ in range(50)]
-    async with LocalCluster(config) as cluster, Client(cluster.endpoints.grpc) as client:
+    async with LocalCluster(config) as cluster, AsyncClient(cluster.endpoints.grpc) as client:
         await _request(client, other)  # first use of everything
         return [await _request(client, prompt) for _ in range(2)]
 
 
-async def _request(client: Client, prompt: list[int]) -> LongPrompt:
+async def _request(client: AsyncClient, prompt: list[int]) -> LongPrompt:
     options = GenerateOptions(prompt=prompt, max_tokens=4, temperature=0.0, ignore_eos=True)
     first_s: float | None = None
     begin_s = time.perf_counter()

@@ -28,7 +28,7 @@ from itertools import pairwise
 
 from bench.paging.tables import Table
 from bench.report import Reporter, Spread, add_json_option, at_least_one, write
-from kvferry.client import Client, GenerateOptions
+from kvferry.client import AsyncClient, GenerateOptions
 from kvferry.cluster import LocalCluster
 from kvferry.config import Config, load_config
 from kvferry.errors import KvferryError
@@ -110,12 +110,12 @@ async def measure(numbers: Sequence[int], num_pairs: int, report: Reporter) -> l
         return [await _measure_one(bench, number, num_pairs, report) for number in numbers]
 
 
-async def _client(stack: AsyncExitStack, config: Config) -> Client:
+async def _client(stack: AsyncExitStack, config: Config) -> AsyncClient:
     telemetry = start_telemetry(config.telemetry, "router", "router")
     stack.push_async_callback(telemetry.shutdown)
     router = await stack.enter_async_context(RouterApp(config, telemetry))
     await router.wait_ready(READY_TIMEOUT_S)
-    return await stack.enter_async_context(Client(router.address))
+    return await stack.enter_async_context(AsyncClient(router.address))
 
 
 async def _measure_one(bench: _Bench, num_tokens: int, num_pairs: int, report: Reporter) -> Figures:
@@ -132,7 +132,7 @@ async def _measure_one(bench: _Bench, num_tokens: int, num_pairs: int, report: R
 class _Bench:
     """Requests of either way, each with its own prompt."""
 
-    def __init__(self, clients: dict[str, Client]) -> None:
+    def __init__(self, clients: dict[str, AsyncClient]) -> None:
         self._clients = clients
         self._generator = random.Random(0)
 
@@ -163,7 +163,7 @@ class _Bench:
                 await asyncio.sleep(0.05)
 
 
-async def _drain(client: Client) -> str:
+async def _drain(client: AsyncClient) -> str:
     """Drains the decode worker that runs something, without grace; its name."""
     busy = next(one for one in await client.workers() if one.role == "decode" and one.num_requests)
     async with client.drain_worker(busy.id, grace_s=0.0) as progress:

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.client import Client, GenerateOptions
+from kvferry.client import AsyncClient, GenerateOptions
 from kvferry.cluster import LocalCluster
 from kvferry.config import Config, load_config
 from kvferry.model_store import ModelStore
@@ -56,13 +56,13 @@ def run_serve() -> list[dict[str, object]]:
 async def _serve(system: str, config: Config, num_prefill: int) -> list[Figures]:
     async with (
         LocalCluster(config, num_prefill=num_prefill, num_decode=1) as cluster,
-        Client(cluster.endpoints.grpc) as client,
+        AsyncClient(cluster.endpoints.grpc) as client,
     ):
         await _request(client, _prompt(0))  # first use of everything
         return [await _closed_loop(system, client, number) for number in CONCURRENCY]
 
 
-async def _closed_loop(system: str, client: Client, concurrency: int) -> Figures:
+async def _closed_loop(system: str, client: AsyncClient, concurrency: int) -> Figures:
     """`concurrency` clients, each with one request after the other."""
     samples: list[_Sample] = []
 
@@ -91,7 +91,7 @@ class _Sample:
     ship_s: float
 
 
-async def _request(client: Client, prompt: list[int]) -> _Sample:
+async def _request(client: AsyncClient, prompt: list[int]) -> _Sample:
     options = GenerateOptions(prompt=prompt, max_tokens=NUM_OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
     arrivals: list[float] = []
     ship_s = 0.0

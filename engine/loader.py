@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,8 +24,18 @@ from transformers.utils import logging as transformers_logging
 
 from engine.forward_batch import SequenceSlice
 from engine.kv_cache import TORCH_DTYPES, PagedKvCache
+from engine.lean_decoder import lean_decoder
 from engine.model_folder import check_model_folder, model_fingerprint
-from engine.paged_attention import ATTENTION_NAME, AttentionCall, PagedBatch, build_paged_batch, register_attention
+from engine.paged_attention import (
+    ATTENTION_NAME,
+    Attend,
+    AttentionCall,
+    PagedBatch,
+    build_paged_batch,
+    register_attention,
+)
+from kernels.decoder import PACKING, NativeKernels
+from kernels.reference import paged_attention
 from kvferry.errors import FailedPrecondition
 from kvferry.kv_layout import KvLayout
 
@@ -38,23 +48,48 @@ LARGEST_DEVIATION = {"float32": 1e-3, "bfloat16": 0.15}
 """Median over the checked positions of |ours - theirs| / |theirs|: rounding is far below, a dropped term far above."""
 
 
+class Forward(Protocol):
+    """The forward pass of a model."""
+
+    def logits(self, batch: PagedBatch, rows: Tensor) -> Tensor:
+        """Forward one step; float32 logits `[len(rows), vocab_size]` of the flattened rows `rows` only."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenericForward:
+    """Transformers' own layers around our attention."""
+
+    model: PreTrainedModel
+
+    def logits(self, batch: PagedBatch, rows: Tensor) -> Tensor:
+        """A `Forward`."""
+        return forward_logits(self.model, batch, rows)
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model ready for paged attention and what is known of it; `window` as in `engine/runner.py`."""
 
-    model: PreTrainedModel
+    forward: Forward
     layout: KvLayout
     max_context: int
     vocab_size: int
     window: int | None
 
-    def logits(self, batch: PagedBatch, rows: Tensor) -> Tensor:
-        """Forward one step; float32 logits `[len(rows), vocab_size]` of the flattened rows `rows` only."""
-        return forward_logits(self.model, batch, rows)
 
-
-def load_model(folder: Path, *, dtype: str, block_size: int, max_context: int | None = None) -> LoadedModel:
+def load_model(
+    folder: Path,
+    *,
+    dtype: str,
+    block_size: int,
+    max_context: int | None = None,
+    kernels: NativeKernels | None = None,
+    packed_folder: Path | None = None,
+) -> LoadedModel:
     """Load the model in `folder` with weights and KV in `dtype` ("float32" or "bfloat16").
+
+    With `kernels` a model of Llama's family runs on them as a whole, of any other its attention. Packed weights are
+    kept in `packed_folder`, if there is one.
 
     Raises:
         FailedPrecondition: a file is missing or damaged, a tensor is missing, or the model cannot be served exactly.
@@ -75,8 +110,14 @@ def load_model(folder: Path, *, dtype: str, block_size: int, max_context: int | 
         model_fingerprint=model_fingerprint(folder),
         rope_digest=_rope_digest(config),
     )
-    vocab_size = _compare_with_eager(folder, model, layout)
-    return LoadedModel(model, layout, limit, vocab_size, _widest_window(calls))
+    packed_file = (
+        packed_folder and packed_folder / f"weights-{PACKING}-{layout.model_fingerprint[:32]}-{dtype}.safetensors"
+    )
+    lean = None if kernels is None else lean_decoder(model, calls, kernels, TORCH_DTYPES[dtype], packed_file)
+    forward = lean or GenericForward(model)
+    attend = paged_attention if kernels is None else kernels.paged_attention
+    vocab_size = _compare_with_eager(folder, model, layout, forward, attend)
+    return LoadedModel(forward, layout, limit, vocab_size, _widest_window(calls))
 
 
 def _rope_digest(config: PreTrainedConfig) -> str:
@@ -245,7 +286,9 @@ def _configured_window(config: PreTrainedConfig, layer: int) -> int | None:
     return window if getattr(config, "use_sliding_window", True) else None
 
 
-def _compare_with_eager(folder: Path, model: PreTrainedModel, layout: KvLayout) -> int:
+def _compare_with_eager(
+    folder: Path, model: PreTrainedModel, layout: KvLayout, forward: Forward, attend: Attend
+) -> int:
     """Refuse a model whose logits on paged attention are not those of transformers; returns the vocabulary's size."""
     token_ids = [(7 * position + 3) % min(model.config.vocab_size, 97) for position in range(CHECK_TOKENS)]
     small = KvLayout(layout.num_layers, layout.num_kv_heads, layout.head_dim, CHECK_BLOCK, layout.dtype, "")
@@ -253,8 +296,8 @@ def _compare_with_eager(folder: Path, model: PreTrainedModel, layout: KvLayout) 
     block_table = list(reversed(range(cache.num_blocks)))
     for start, end in ((0, CHECK_CHUNK), (CHECK_CHUNK, CHECK_TOKENS)):
         part = SequenceSlice("check", token_ids[start:end], start, block_table, sample=None)
-        batch = build_paged_batch([part], CHECK_BLOCK, cache.tensor)
-        ours = forward_logits(model, batch, torch.arange(end - start))  # [rows, V]; those of the second chunk stay
+        batch = build_paged_batch([part], CHECK_BLOCK, cache.tensor, attend=attend)
+        ours = forward.logits(batch, torch.arange(end - start))  # [rows, V]; those of the second chunk stay
     theirs = _with_eager(model, lambda: _plain_logits(model, token_ids))[CHECK_CHUNK:]
     deviation = ((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).median().item()
     if not deviation <= LARGEST_DEVIATION[layout.dtype]:

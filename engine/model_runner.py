@@ -6,6 +6,8 @@ rows that sample or are scored → `sample_rows`, `score_rows`.
 
 from __future__ import annotations
 
+import gc
+import logging
 from pathlib import Path
 
 import torch
@@ -17,6 +19,13 @@ from engine.loader import load_model
 from engine.paged_attention import build_paged_batch
 from engine.runner import RunnerConfig
 from engine.sampler import sample_rows, score_rows
+from kernels.decoder import NativeKernels
+from kernels.native import NativeMissing, open_native
+from kernels.reference import paged_attention
+from kvferry.errors import FailedPrecondition
+from kvferry.host_memory import give_back_freed
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -24,9 +33,18 @@ class ModelRunner:
 
     def __init__(self, folder: Path, config: RunnerConfig) -> None:
         torch.set_num_threads(config.num_threads)
+        kernels = open_kernels(config)
+        self._attend = paged_attention if kernels is None else kernels.paged_attention
         self._loaded = load_model(
-            folder, dtype=config.dtype, block_size=config.block_size, max_context=config.max_context
+            folder,
+            dtype=config.dtype,
+            block_size=config.block_size,
+            max_context=config.max_context,
+            kernels=kernels,
+            packed_folder=config.kernels_folder,
         )
+        gc.collect()  # transformers' layers, where they are not used: they refer to each other
+        give_back_freed()
         self.layout = self._loaded.layout
         self.max_context = self._loaded.max_context
         self.vocab_size = self._loaded.vocab_size
@@ -38,14 +56,14 @@ class ModelRunner:
         """Compute one step: one entry a slice, None where the slice asked for nothing."""
         if not slices:
             return []
-        batch = build_paged_batch(slices, self.layout.block_size, self._cache.tensor, on_kv_written)
+        batch = build_paged_batch(slices, self.layout.block_size, self._cache.tensor, on_kv_written, self._attend)
         sampling = [index for index, part in enumerate(slices) if part.sample is not None]
         scoring = [index for index, part in enumerate(slices) if part.score is not None]
         rows = batch.cu_seqlens_q[1:][sampling] - 1  # the last row of each slice that samples
         if scoring:
             scored = [_scored_rows(slices[index], int(batch.cu_seqlens_q[index])) for index in scoring]
             rows = torch.cat([rows, *scored])
-        logits = self._loaded.logits(batch, rows)  # [len(rows), vocab_size]
+        logits = self._loaded.forward.logits(batch, rows)  # [len(rows), vocab_size]
         sampled = sample_rows(logits[: len(sampling)], [part.sample for part in slices if part.sample is not None])
         results: list[Sampled | None] = [None] * len(slices)
         for index, one in zip(sampling, sampled, strict=True):
@@ -67,6 +85,22 @@ class ModelRunner:
 
     def populate(self) -> None:
         self._cache.populate()
+
+
+def open_kernels(config: RunnerConfig) -> NativeKernels | None:
+    """The native kernels as `config` wants them; None: the reference computes.
+
+    Raises FailedPrecondition where they must be there and are not.
+    """
+    if config.kernels == "reference":
+        return None
+    try:
+        return NativeKernels(open_native(config.kernels_folder), config.num_threads)
+    except NativeMissing as error:
+        if config.kernels == "native":
+            raise FailedPrecondition(f"engine.kernels is native, but {error}") from error
+        logger.warning("%s: every step takes much longer on plain torch", error)
+        return None
 
 
 def _scored_rows(part: SequenceSlice, offset: int) -> Tensor:

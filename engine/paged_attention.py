@@ -20,6 +20,9 @@ from kernels.reference import paged_attention, write_kv
 
 ATTENTION_NAME = "kvferry_paged"
 
+Attend = Callable[..., Tensor]
+"""`kernels.reference.paged_attention`, or what computes the same."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
@@ -47,6 +50,7 @@ class PagedBatch:
         context_lengths: `[S]` int64.
         calls: dry run only: filled with what each layer asked for.
         on_kv_written: called when the last layer's keys and values are in the cache.
+        attend: computes attention.
     """
 
     cache: Tensor | None
@@ -58,6 +62,7 @@ class PagedBatch:
     context_lengths: Tensor
     calls: list[AttentionCall] = field(default_factory=list)
     on_kv_written: Callable[[], None] | None = None
+    attend: Attend = paged_attention
 
 
 def build_paged_batch(
@@ -65,6 +70,7 @@ def build_paged_batch(
     block_size: int,
     cache: Tensor | None,
     on_kv_written: Callable[[], None] | None = None,
+    attend: Attend = paged_attention,
 ) -> PagedBatch:
     """Flatten the slices into one row of tokens."""
     lengths = [len(part.token_ids) for part in slices]
@@ -88,6 +94,7 @@ def build_paged_batch(
         cu_seqlens_q=torch.tensor([0, *lengths]).cumsum(0),
         context_lengths=torch.tensor([part.context_length for part in slices]),
         on_kv_written=on_kv_written,
+        attend=attend,
     )
 
 
@@ -120,7 +127,7 @@ def paged_attention_forward(
     write_kv(paged_batch.cache, layer, keys, values, paged_batch.slot_mapping)
     if paged_batch.on_kv_written is not None and layer == paged_batch.cache.shape[1] - 1:
         paged_batch.on_kv_written()
-    mixed = paged_attention(
+    mixed = paged_batch.attend(
         query[0].transpose(0, 1),
         paged_batch.cache,
         layer,

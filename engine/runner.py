@@ -14,6 +14,7 @@ from typing import Protocol
 
 from engine.forward_batch import OnKvWritten, Sampled, SequenceSlice
 from engine.scripted import SCRIPT_FILE, open_scripted_runner
+from kvferry.config import KernelChoice
 from kvferry.errors import InvalidArgument
 from kvferry.kv_layout import DTYPE_BYTES, KvLayout
 
@@ -29,6 +30,8 @@ class RunnerConfig:
         device: only "cpu" so far.
         num_threads: torch threads of this process.
         max_context: upper limit on a sequence's tokens; None: what the model's configuration allows.
+        kernels: "native", "reference", or "auto": native where they can be built.
+        kernels_folder: where the native ones are kept once they are built, and weights packed for them.
     """
 
     num_blocks: int | Callable[[int], int]
@@ -37,6 +40,8 @@ class RunnerConfig:
     device: str = "cpu"
     num_threads: int = 1
     max_context: int | None = None
+    kernels: KernelChoice = "reference"
+    kernels_folder: Path = Path()
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_threads"):

@@ -1,14 +1,16 @@
-"""The public Python client.
+"""The public Python client, for programs with an event loop; `sync_client.py` is for those without.
 
-    async with Client("127.0.0.1:50051") as client:
+    async with AsyncClient("127.0.0.1:50051") as client:
+        answer = await client.chat("What is the capital of France?", max_tokens=20)
         completion = await client.complete(GenerateOptions(prompt="Once upon", max_tokens=20))
         async with client.generate(GenerateOptions(prompt=[ChatMessage("user", "Hello")])) as events:
             async for event in events:          # messages as documented in proto/kvferry/v1/inference.proto
                 print(event.delta.text, end="")
 
 Leaving the block cancels the request, wherever it is. Errors are those of `kvferry.errors`. Where the router knows
-tenants, `Client(target, api_key=…)` says whose calls these are. With several routers, `Client(["a:50051", "b:50051"])`,
-a router that dies is a pause in the response and nothing else (`client_resume.py`).
+tenants, `AsyncClient(target, api_key=…)` says whose calls these are. With several routers,
+`AsyncClient(["a:50051", "b:50051"])`, a router that dies is a pause in the response and nothing else
+(`client_resume.py`).
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from proto.kvferry.v1 import admin_pb2, cache_pb2, inference_pb2, types_pb2
 
 CONTROL_TIMEOUT_S = 10.0
 """For calls that only ask."""
+TOKENIZE_TIMEOUT_S = 30.0
+"""For texts: a few megabytes take seconds, and wait behind others."""
 CACHE_TIMEOUT_S = 15.0
 """Longer than the router waits for a worker."""
 RESUME_WAIT_S = 30.0
@@ -141,6 +145,7 @@ class GenerateOptions:
     cache_salt: str = ""
     shared_salt: str = ""
     request_id: str = ""
+    session_id: str = ""
 
     def to_pb(self) -> inference_pb2.GenerateRequest:
         """The message; raises InvalidArgument for a value its field cannot hold."""
@@ -171,7 +176,7 @@ class GenerateOptions:
         return request
 
 
-_LABEL_FIELDS = ("model", "tier", "tenant", "adapter", "request_id")
+_LABEL_FIELDS = ("model", "tier", "tenant", "adapter", "request_id", "session_id")
 _SAMPLING_FIELDS = (
     "temperature",
     "top_p",
@@ -221,13 +226,17 @@ class PinOptions:
         return request
 
 
-def _set_prompt(request: inference_pb2.GenerateRequest | cache_pb2.PinPrefixRequest, prompt: Prompt) -> None:
+def _set_prompt(
+    request: inference_pb2.GenerateRequest | cache_pb2.PinPrefixRequest | inference_pb2.TokenizeRequest, prompt: Prompt
+) -> None:
     if isinstance(prompt, str):
         _set(request, "prompt.text", prompt)
     elif prompt and isinstance(prompt[0], ChatMessage):
         # made while `_extend` watches: text that is not UTF-8 is found here
         messages = (message.to_pb() for message in prompt if isinstance(message, ChatMessage))
         _extend(request.chat.messages, "prompt.chat", messages)
+    elif isinstance(request, inference_pb2.TokenizeRequest):
+        raise InvalidArgument("prompt", "must be text or a conversation that is not empty")
     else:
         request.token_ids.SetInParent()
         _extend(request.token_ids.ids, "prompt.token_ids", prompt)
@@ -315,6 +324,11 @@ class Completion:
     timings: inference_pb2.Timings = field(default_factory=inference_pb2.Timings)
     is_complete: bool = False
 
+    @property
+    def text(self) -> str:
+        """That of the first choice."""
+        return self.choices[0].text if self.choices else ""
+
     def add(self, event: inference_pb2.GenerateResponse) -> None:
         """Takes the next event; raises DataLoss when tokens are missing, doubled or out of order."""
         match event.WhichOneof("event"):
@@ -364,7 +378,7 @@ class Completion:
         return self.choices[index]
 
 
-class Client:
+class AsyncClient:
     """Connections to the routers of one deployment; `api_key` goes with every call.
 
     Args:
@@ -436,6 +450,48 @@ class Client:
                 completion.add(event)
         completion.check_complete()
         return completion
+
+    @asynccontextmanager
+    async def stream(
+        self, options: GenerateOptions, *, timeout_s: float | None = None
+    ) -> AsyncIterator[AsyncIterator[str]]:
+        """Streams the text of one request, piece by piece; else as `generate`.
+
+        Raises InvalidArgument for `n` above 1.
+        """
+        if (options.n or 1) > 1:
+            raise InvalidArgument("sampling.n", "choices come side by side; `generate` tells them apart")
+        async with self.generate(options, timeout_s=timeout_s) as events:
+            yield (event.delta.text async for event in events if event.delta.text)
+
+    async def chat(
+        self, messages: str | Sequence[ChatMessage], *, timeout_s: float | None = None, **options: Any
+    ) -> Completion:
+        """The answer to a conversation, or to one message of a user; `options` are those of `GenerateOptions`."""
+        prompt = [ChatMessage("user", messages)] if isinstance(messages, str) else messages
+        return await self.complete(GenerateOptions(prompt=prompt, **options), timeout_s=timeout_s)
+
+    async def tokenize(
+        self, prompt: str | Sequence[ChatMessage], *, model: str = "", add_special_tokens: bool | None = None
+    ) -> Sequence[int]:
+        """The token ids that a request's prompt becomes."""
+        request = inference_pb2.TokenizeRequest(add_special_tokens=add_special_tokens)
+        _set(request, "model", model)
+        _set_prompt(request, prompt)
+        response = await self._routers.ask(
+            lambda router: router.channel.unary(router.stub.Tokenize, request, timeout_s=TOKENIZE_TIMEOUT_S)
+        )
+        return tuple(response.token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = False) -> str:
+        """The text of token ids, at most as many as the context has."""
+        request = inference_pb2.DetokenizeRequest(skip_special_tokens=skip_special_tokens)
+        _set(request, "model", model)
+        _extend(request.token_ids, "token_ids", token_ids)
+        response = await self._routers.ask(
+            lambda router: router.channel.unary(router.stub.Detokenize, request, timeout_s=TOKENIZE_TIMEOUT_S)
+        )
+        return response.text
 
     async def abort(self, *request_ids: str) -> Sequence[str]:
         """Ends requests by the server's id or the caller's label; returns the ids found running.

@@ -1,7 +1,8 @@
 """The routers that a client may call: whose turn it is, and which are left alone for a while since they failed.
 
 A call of which nothing has come goes to another router when one is unavailable: a plain call to each at most, a request
-within a budget, so that routers that all refuse do not get their load multiplied.
+within a budget, so that routers that all refuse do not get their load multiplied. Plain calls to a single router are
+retried there, by gRPC itself (`rpc/retries.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +15,15 @@ from opentelemetry.trace import Tracer
 
 from kvferry.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from kvferry.retry_budget import RetryBudget
-from kvferry.rpc import RpcChannel
-from proto.kvferry.v1 import admin_pb2_grpc, cache_pb2_grpc, inference_pb2_grpc
+from kvferry.rpc import RpcChannel, retrying
+from proto.kvferry.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    cache_pb2,
+    cache_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+)
 
 MAX_RESPONSE_BYTES = 64 << 20
 """A message with logprobs of a long prompt is large."""
@@ -26,6 +34,11 @@ PROBE_S = 15.0
 REPEAT_SHARE = 0.1
 """Requests repeated at another router, as a share of all."""
 
+_SERVICES = [
+    service
+    for file in (inference_pb2.DESCRIPTOR, admin_pb2.DESCRIPTOR, cache_pb2.DESCRIPTOR)
+    for service in file.services_by_name.values()
+]
 _Answer = TypeVar("_Answer")
 
 
@@ -37,9 +50,17 @@ class Router:
         has_heartbeats: whether its last response had them.
     """
 
-    def __init__(self, address: str, *, tracer: Tracer | None, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, address: str, *, tracer: Tracer | None, headers: Mapping[str, str], service_config: str | None = None
+    ) -> None:
         self.address = address
-        self.channel = RpcChannel(address, tracer=tracer, max_message_bytes=MAX_RESPONSE_BYTES, headers=headers)
+        self.channel = RpcChannel(
+            address,
+            tracer=tracer,
+            max_message_bytes=MAX_RESPONSE_BYTES,
+            headers=headers,
+            service_config=service_config,
+        )
         self.stub = inference_pb2_grpc.InferenceServiceStub(self.channel.grpc)
         self.admin_stub = admin_pb2_grpc.AdminServiceStub(self.channel.grpc)
         self.cache_stub = cache_pb2_grpc.CacheServiceStub(self.channel.grpc)
@@ -80,7 +101,11 @@ class Routers:
         addresses = (targets,) if isinstance(targets, str) else tuple(dict.fromkeys(targets))
         if not addresses:
             raise InvalidArgument("target", "is empty; at least one router's host:port is needed")
-        self._all = [Router(address, tracer=tracer, headers=headers or {}) for address in addresses]
+        service_config = retrying(_SERVICES) if len(addresses) == 1 else None
+        self._all = [
+            Router(address, tracer=tracer, headers=headers or {}, service_config=service_config)
+            for address in addresses
+        ]
         self._num_turns = 0
         self.repeats = RetryBudget(REPEAT_SHARE)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from kvferry.client import Client
+from kvferry.client import AsyncClient
 from kvferry.config import Config, to_toml, write_private
 from kvferry.errors import FailedPrecondition, KvferryError, Unavailable
 from kvferry.host import num_cores
@@ -190,10 +190,10 @@ class LocalCluster:
         except TimeoutError:
             raise Unavailable(f"the router is not ready after {timeout_s:g} s: {problem}") from None
 
-    def _client(self, router: str) -> Client:
-        return Client(router, api_key=self._config.own_key)
+    def _client(self, router: str) -> AsyncClient:
+        return AsyncClient(router, api_key=self._config.own_key)
 
-    async def _what_is_missing(self, client: Client) -> str:
+    async def _what_is_missing(self, client: AsyncClient) -> str:
         """Why requests cannot be served yet; empty when they can."""
         try:
             workers = await client.workers()

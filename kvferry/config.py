@@ -41,6 +41,7 @@ from kvferry.tomlout import Example, Hidden, toml_document
 ENV_PREFIX = "KVFERRY_"
 DNS_SCHEME = "dns:///"
 """Begins an address that stands for all addresses of its name, as in gRPC."""
+KernelChoice = Literal["auto", "native", "reference"]
 DEFAULT_FILE = Path("kvferry.toml")
 DEFAULT_MODEL = "smollm2-135m-instruct"
 POOL_SHARE = 8
@@ -144,7 +145,7 @@ class ModelConfig(_Frozen):
     tool_format: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = "auto"
     """How the model writes calls of tools, for OpenAI's interface to read; `auto` is as its chat template does."""
     cache_dir: Path = Path("~/.cache/kvferry")
-    """Where models fetched or converted by `kvferry` are kept."""
+    """Where models fetched or converted by `kvferry` and the kernels built for this machine are kept."""
 
     @property
     def public_name(self) -> str:
@@ -154,6 +155,10 @@ class ModelConfig(_Frozen):
     @property
     def cache_path(self) -> Path:
         return self.cache_dir.expanduser()
+
+    @property
+    def kernels_path(self) -> Path:
+        return self.cache_path / "kernels"
 
 
 class RouterConfig(_Frozen):
@@ -186,6 +191,9 @@ class RouterConfig(_Frozen):
     """How long a request whose tokens are under way waits for a worker to come back; long enough for a restart."""
     retry_budget: float = Field(default=0.1, ge=0.0, le=1.0)
     """Retries without progress as a share of requests."""
+    max_session_lead: int = Field(default=8, ge=0)
+    """How much busier than the least busy (running and waiting requests, this router's own counted twice) a session's
+    worker may be and still be preferred; a request of the session goes to the least busy one then."""
     min_moved_tokens: int = Field(default=32, ge=0)
     """From how many output tokens on a sequence leaves a draining decode worker with its blocks, shipped from there;
     one with fewer is computed again by a prefill worker. 0: all are."""
@@ -246,6 +254,9 @@ class EngineConfig(_Frozen):
     """Engines that share the default pool of this machine; `kvferry up` sets it."""
     num_threads: int | None = Field(default=None, ge=1)
     """Threads of one engine; `kvferry up` divides the cores among its engines when unset."""
+    kernels: KernelChoice = "auto"
+    """What computes: native C++ kernels, built at the first start where there is a compiler, or plain torch
+    (reference); auto: native where they can be built. Where workers differ, so may a token by rounding after a move."""
     max_step_s: float = Field(default=60.0, gt=0.0)
     """A step that takes longer counts as stuck: heartbeats stop, so that peers give the worker up, its health service
     says NOT_SERVING, and `kvferry up` starts it again."""

@@ -2,7 +2,8 @@
 
     KvferryError
     ├── InvalidArgument       the caller's fault; names the field and the limit
-    │   └── UnsupportedField  a field this version does not support (UNIMPLEMENTED), never ignored
+    │   ├── UnsupportedField  a field this version does not support (UNIMPLEMENTED), never ignored
+    │   └── ContextExceeded   prompt, or prompt and output, longer than the model's context
     ├── Unauthenticated       no API key, or one that nobody has
     ├── PermissionDenied      a good API key, for something that is not its tenant's
     ├── NotFound              unknown model, adapter, request
@@ -56,6 +57,12 @@ class UnsupportedField(InvalidArgument):
 
     def __init__(self, field: str, message: str = "not supported by this version; leave it unset") -> None:
         super().__init__(field, message)
+
+
+class ContextExceeded(InvalidArgument):
+    """The prompt, or it and the output that is asked for, is longer than the context; clients look for this one."""
+
+    reason = "CONTEXT_LENGTH_EXCEEDED"
 
 
 class Unauthenticated(KvferryError):

@@ -52,3 +52,10 @@ def populate(address: int, num_bytes: int) -> bool:
         if madvise(start, min(POPULATED_AT_ONCE_BYTES, end - start), _MADV_POPULATE_WRITE) != 0:
             return False
     return True
+
+
+def give_back_freed() -> None:
+    """What was freed and the C library keeps for later goes back to the kernel; does nothing without glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -141,7 +141,7 @@ class Metrics:
             buckets=OUTPUT_TOKEN_BUCKETS_S,
             registry=registry,
         )
-        self.tokens = Counter("kvferry_tokens", "Tokens of ended requests.", ("kind",), registry=registry)
+        self.tokens = Counter("kvferry_tokens", "Tokens of ended requests.", ("kind", "tenant"), registry=registry)
         self.requests_running = Gauge("kvferry_requests_running", "Requests in flight.", registry=registry)
         self.retries = Counter("kvferry_retries", "Attempts after the first.", ("reason",), registry=registry)
         self.spans_dropped = Counter("kvferry_spans_dropped", "Spans that reached no collector.", registry=registry)

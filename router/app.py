@@ -142,7 +142,12 @@ class RouterApp:
             workers = ModelWorkers(self.membership, model.public_name)
             cluster = Cluster(
                 workers=workers,
-                selector=PairSelector(workers, config.tenants),
+                selector=PairSelector(
+                    workers,
+                    config.tenants,
+                    max_session_lead=config.router.max_session_lead,
+                    count_session=metrics.count_session,
+                ),
                 retries=retries,
                 progress_timeout_s=config.transfer.progress_timeout_s,
                 recovery_wait_s=config.router.recovery_wait_s,

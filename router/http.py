@@ -19,6 +19,7 @@ from kvferry.errors import FailedPrecondition
 logger = logging.getLogger(__name__)
 
 NOT_READY = 503
+PROBES = ["GET", "HEAD"]
 CLOSE_TIMEOUT_S = 2.0
 KEEP_ALIVE_S = 75
 """How long an idle connection stays: longer than clients keep theirs (the OpenAI package 5 s, proxies often 60), which
@@ -29,18 +30,18 @@ def make_app(registry: CollectorRegistry, why_not_ready: Callable[[], Sequence[s
     """The application. `why_not_ready` is empty while a request could be served."""
     app = FastAPI(title="kvferry", docs_url=None, redoc_url=None, openapi_url=None)
 
-    @app.get("/live")
+    @app.api_route("/live", methods=PROBES)
     async def live() -> JSONResponse:
         return JSONResponse({"status": "live"})
 
-    @app.get("/health")
+    @app.api_route("/health", methods=PROBES)
     async def health() -> JSONResponse:
         reasons = list(why_not_ready())
         if reasons:
             return JSONResponse({"status": "not ready", "reasons": reasons}, status_code=NOT_READY)
         return JSONResponse({"status": "ready"})
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=PROBES)
     async def metrics() -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 

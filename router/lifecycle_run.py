@@ -270,6 +270,7 @@ class LifecycleRun:
             ),
             num_seats=1 if prepared.request.beam is None else prepared.request.beam.width,
             tenant=prepared.request.tenant,
+            session=prepared.request.session,
         )
 
     def _chosen(self, pair: Pair) -> None:

@@ -22,7 +22,7 @@ from kvferry.sampling import Finish, FinishKind
 from kvferry.telemetry import Metrics, error_type
 from router.ledger import RequestLedger
 from router.membership import Membership
-from router.worker import MemberState, Worker
+from router.worker import MemberState, Role, Worker
 
 REFUSED_PHASE = "validation"
 """Phase of requests that end before they run."""
@@ -64,6 +64,7 @@ class RequestRecord:
     Attributes:
         request_id: made by the router; empty while the request is not accepted.
         label: the caller's.
+        tenant: whose request it is; empty where no tenants are configured, and for a caller who is none.
         phase: where the request was when it ended.
         num_output_tokens: over all choices and candidates.
         num_longest_choice_tokens: of the longest choice.
@@ -71,6 +72,7 @@ class RequestRecord:
     """
 
     ledger: RequestLedger = field(default_factory=RequestLedger)
+    tenant: str = ""
     model: str = ""
     tier: str = ""
     request_id: str = ""
@@ -100,6 +102,12 @@ class RouterMetrics:
             "kvferry_moved_sequences", "Sequences that left a draining worker with their blocks.", registry=registry
         )
         self._moved_blocks = Counter("kvferry_moved_blocks", "Blocks shipped with them.", registry=registry)
+        self._session_choices = Counter(
+            "kvferry_session_choices",
+            "Workers chosen for requests with a session, by whether it was the session's own (kept).",
+            ("role", "kept"),
+            registry=registry,
+        )
         waiting = Gauge("kvferry_requests_waiting", "Requests without a first token yet.", registry=registry)
         waiting.set_function(lambda: self._num_waiting)
         self._running: dict[int, RequestRecord] = {}
@@ -136,6 +144,10 @@ class RouterMetrics:
         self._moved.inc()
         self._moved_blocks.inc(num_blocks)
 
+    def count_session(self, role: Role, is_kept: bool) -> None:
+        """One worker chosen for a request with a session."""
+        self._session_choices.labels(role.value, str(is_kept).lower()).inc()
+
     def _observe(self, record: RequestRecord, error: BaseException | None) -> None:
         outcome = _outcome(record, error)
         self._ended.labels(outcome, DONE_PHASE if outcome == "finished" else record.phase).inc()
@@ -148,9 +160,9 @@ class RouterMetrics:
         if record.is_streamed and record.num_longest_choice_tokens > 1:
             per_token_s = ledger.decode_s / (record.num_longest_choice_tokens - 1)
             self._metrics.time_per_output_token_s.labels(*served).observe(per_token_s)
-        self._metrics.tokens.labels("prompt").inc(record.num_prompt_tokens)
-        self._metrics.tokens.labels("output").inc(record.num_output_tokens)
-        self._metrics.tokens.labels("cached").inc(ledger.num_cached_tokens)
+        self._metrics.tokens.labels("prompt", record.tenant).inc(record.num_prompt_tokens)
+        self._metrics.tokens.labels("output", record.tenant).inc(record.num_output_tokens)
+        self._metrics.tokens.labels("cached", record.tenant).inc(ledger.num_cached_tokens)
 
 
 def _outcome(record: RequestRecord, error: BaseException | None) -> str:

@@ -58,19 +58,25 @@ class Model:
         )
 
     async def tokenize(
-        self, prompt: Prompt, limits: Limits, *, num_kept: int | None = None
+        self, prompt: Prompt, limits: Limits, *, num_kept: int | None = None, add_special_tokens: bool = True
     ) -> list[int] | tuple[int, ...]:
-        """Token ids of a prompt, the last `num_kept` of them; raises InvalidArgument for one that cannot fit."""
+        """Token ids of a prompt, the last `num_kept` of them; raises InvalidArgument for one that cannot fit.
+
+        `add_special_tokens` is about a text: the others have theirs.
+        """
         most = limits.max_context - 1 if num_kept is None else None
-        ids = await self._encode(prompt, PromptLimits(max_tokens=most, max_bytes=limits.max_request_bytes))
+        bounds = PromptLimits(max_tokens=most, max_bytes=limits.max_request_bytes)
+        ids = await self._encode(prompt, bounds, add_special_tokens)
         return ids if num_kept is None else ids[-num_kept:]
 
-    async def _encode(self, prompt: Prompt, bounds: PromptLimits) -> list[int] | tuple[int, ...]:
+    async def _encode(
+        self, prompt: Prompt, bounds: PromptLimits, add_special_tokens: bool
+    ) -> list[int] | tuple[int, ...]:
         match prompt:
             case TokenPrompt(token_ids):
                 return token_ids
             case TextPrompt(text):
-                return await self.tokenizer.encode_async(text, limits=bounds)
+                return await self.tokenizer.encode_async(text, limits=bounds, add_special_tokens=add_special_tokens)
             case ChatPrompt(messages, add_generation_prompt, tools):
                 return await self.tokenizer.encode_chat_async(
                     messages, tools=tools, limits=bounds, add_generation_prompt=add_generation_prompt

@@ -1,15 +1,19 @@
-"""Which pair of workers serves the next attempt: of each role the least loaded that is ready and well, ties in turn."""
+"""Which pair of workers serves the next attempt: of each role the least loaded that is ready and well, ties in turn.
+
+A request of a session goes to the session's worker (`session.py`) unless that one is too busy.
+"""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvferry.config import TenantConfig
 from kvferry.errors import Unavailable
 from router.model_workers import ModelWorkers
+from router.session import Session
 from router.worker import Role, Worker
 
 
@@ -28,6 +32,7 @@ class Needs:
     Attributes:
         num_seats: places in decode's batch that it cannot go on without.
         tenant: whose quota counts.
+        session: which it belongs to; None for none.
     """
 
     prefill: bool
@@ -36,13 +41,30 @@ class Needs:
     num_decode_blocks: int = 0
     num_seats: int = 1
     tenant: str = ""
+    session: Session | None = None
 
 
 class PairSelector:
-    """Chooses pairs among the workers of a model; `tenants` are those with quotas."""
+    """Chooses pairs among the workers of a model.
 
-    def __init__(self, workers: ModelWorkers, tenants: Iterable[TenantConfig] = ()) -> None:
+    Args:
+        workers: those of the model.
+        tenants: those with quotas.
+        max_session_lead: how much more load than the least loaded a session's worker may have.
+        count_session: told of each choice for a session its role, and whether it was the session's own worker.
+    """
+
+    def __init__(
+        self,
+        workers: ModelWorkers,
+        tenants: Iterable[TenantConfig] = (),
+        *,
+        max_session_lead: int = 0,
+        count_session: Callable[[Role, bool], None] | None = None,
+    ) -> None:
         self._workers = workers
+        self._max_session_lead = max_session_lead
+        self._count_session = count_session
         self._tenants = {tenant.name: tenant for tenant in tenants}
         self._turns = itertools.count()
 
@@ -91,12 +113,37 @@ class PairSelector:
         now_s = time.monotonic()
         candidates = others or ready
         well = [worker for worker in candidates if not worker.breaker.is_open(now_s)]
-        chosen = _least_loaded(well or candidates, turn)
+        chosen = self._of_session(role, needs.session, well or candidates) or _least_loaded(well or candidates, turn)
         chosen.breaker.on_chosen(now_s)
         return chosen
+
+    def _of_session(self, role: Role, session: Session | None, workers: Sequence[Worker]) -> Worker | None:
+        """The worker of the session; None where there is no session or its worker is too busy."""
+        if session is None:
+            return None
+        address = session.preferred(worker.address for worker in workers)
+        preferred = next(worker for worker in workers if worker.address == address)
+        is_kept = not _is_too_busy(preferred, workers, self._max_session_lead)
+        if self._count_session is not None:
+            self._count_session(role, is_kept)
+        return preferred if is_kept else None
 
 
 def _least_loaded(workers: Sequence[Worker], turn: int) -> Worker:
     least = min(worker.load for worker in workers)
     tied = [worker for worker in workers if worker.load == least]
     return tied[turn % len(tied)]
+
+
+def _is_too_busy(worker: Worker, workers: Sequence[Worker], max_lead: int) -> bool:
+    """Whether `worker` should be passed over for another of `workers`, which it is one of.
+
+    It is when its load is more than `max_lead` above the least, or its batch is full where another's is not: what a
+    prefix cache saves is less than such a wait.
+    """
+    lead = worker.load - min(other.load for other in workers)
+    return lead > max_lead or (_is_full(worker) and not all(map(_is_full, workers)))
+
+
+def _is_full(worker: Worker) -> bool:
+    return 0 < worker.max_running <= worker.load

@@ -9,8 +9,10 @@ from kvferry import __version__
 from kvferry.wire import layout_to_pb
 from proto.kvferry.v1 import inference_pb2 as pb
 from proto.kvferry.v1 import inference_pb2_grpc, types_pb2
+from router.models import Model
 from router.serving import Serving
-from router.validation import UNSUPPORTED_FIELDS
+from router.tokenizing import detokenize, tokenize
+from router.validation import UNSUPPORTED_FIELDS, Limits
 
 if TYPE_CHECKING:  # subscripted at type-check time only; at run time the class is not generic
     from grpc.aio import ServicerContext
@@ -74,6 +76,27 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         tenant = self._serving.tenant(context.invocation_metadata())
         workers = self._serving.parts.membership.workers
         return pb.ListWorkersResponse(workers=[worker.to_pb(shows_place=tenant.is_admin) for worker in workers])
+
+    async def Tokenize(
+        self, request: pb.TokenizeRequest, context: ServicerContext[pb.TokenizeRequest, pb.TokenizeResponse]
+    ) -> pb.TokenizeResponse:
+        with self._serving.admitted(context.invocation_metadata()):
+            model, limits = self._find(request.model)
+            token_ids = await tokenize(request, model, limits)
+        return pb.TokenizeResponse(token_ids=token_ids, max_context=limits.max_context)
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: ServicerContext[pb.DetokenizeRequest, pb.DetokenizeResponse]
+    ) -> pb.DetokenizeResponse:
+        with self._serving.admitted(context.invocation_metadata()):
+            model, limits = self._find(request.model)
+            skips = request.skip_special_tokens
+            text = await detokenize(request.token_ids, model, limits, skip_special_tokens=skips, field="token_ids")
+        return pb.DetokenizeResponse(text=text)
+
+    def _find(self, name: str) -> tuple[Model, Limits]:
+        model = self._serving.parts.models.find(name)
+        return model, model.limits(self._serving.parts.config)
 
 
 def _deadline_s(remaining_s: float | None) -> float | None:

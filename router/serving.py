@@ -13,8 +13,8 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 from opentelemetry import trace
@@ -91,12 +91,22 @@ class Serving:
         if self._is_draining:
             raise RouterDraining("the router is shutting down", retry_after_s=1.0)
 
+    @contextmanager
+    def admitted(self, metadata: Metadata | None) -> Iterator[None]:
+        """Around a call that works with text alone: its caller is known, the router open, and the number bounded."""
+        with self._authenticator.answering(metadata):
+            self.tenant(metadata)
+            self.check_open()
+            with self._admission.admit():
+                yield
+
     async def generate(
         self, message: pb.GenerateRequest, metadata: Metadata | None, write: Write, deadline_s: float | None = None
     ) -> None:
         """Serves one request to its end; `deadline_s` on the monotonic clock. Raises the error that ended it."""
         with self._authenticator.answering(metadata), self.parts.metrics.request() as record, logged(record):
             tenant = self.tenant(metadata)
+            record.tenant = tenant.name
             self.check_open()
             with self._admission.admit():
                 model, interval_s = self.parts.models.find(message.model), heartbeat_interval_s(message)

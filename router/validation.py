@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
-from kvferry.errors import InvalidArgument, NotFound, PermissionDenied, ResourceExhausted, UnsupportedField
+from kvferry.errors import (
+    ContextExceeded,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+    UnsupportedField,
+)
 from kvferry.kv_layout import KvLayout, num_beam_blocks
 from kvferry.sampling import GREEDY_BELOW_TEMPERATURE, BeamParams, LogitRules, SamplingParams
 from kvferry.worker import check_progress_timeout
@@ -23,10 +30,12 @@ from router.constraint import CONSTRAINT_FIELDS, OutputConstraint, constraint_of
 from router.logit_rules import checked_bad_words, logit_rules
 from router.response_parts import ResponseParts, response_parts
 from router.resume import ReceivedResponse, resume_of
+from router.session import Session
 from router.text.tokenizer import TEXT_FIELD
 
 HEARTBEATS_PER_TIMEOUT = 3
 MAX_REQUEST_ID_CHARS = 256
+MAX_SESSION_ID_CHARS = 256
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
@@ -116,6 +125,7 @@ class Request:
         tenant: whose request it is, by its API key.
         carries: what the response carries.
         truncate_prompt_tokens: most tokens of the prompt, its last ones; None for all.
+        session: whose workers are preferred; None for none.
         constraint: what the output has to be; None where it is free.
         resume: what the client has of the response already; None where it begins.
         heartbeat_interval_s: longest silence before a heartbeat; None for none.
@@ -151,6 +161,7 @@ class Request:
     cache_salt: str
     shared_salt: str
     tenant: str
+    session: Session | None = None
     constraint: OutputConstraint | None = None
     resume: ReceivedResponse | None = None
     heartbeat_interval_s: float | None = None
@@ -214,7 +225,7 @@ def _request(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
     sampling, stopping = message.sampling, message.stopping
     n, temperature, tier = _n(sampling), _temperature(sampling), message.tier or limits.default_tier
     return Request(
-        label=_label(message.request_id),
+        label=_printable("request_id", message.request_id, MAX_REQUEST_ID_CHARS),
         model=limits.model,
         prompt=_prompt(message, limits),
         truncate_prompt_tokens=_truncate_prompt_tokens(message, limits),
@@ -243,6 +254,7 @@ def _request(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
         cache_salt=_salt("cache.cache_salt", message.cache.cache_salt),
         shared_salt=_salt("cache.shared_salt", message.cache.shared_salt),
         tenant=_tenant(message.tenant, tenant),
+        session=_session(message.session_id, tenant),
         constraint=_constraint(message),
         resume=resume_of(message, n=n, vocab_size=limits.vocab_size),
         heartbeat_interval_s=heartbeat_interval_s(message),
@@ -261,20 +273,21 @@ def fit(request: Request, num_prompt_tokens: int, limits: Limits) -> int:
     """Most output tokens in force for a prompt of this length.
 
     Raises:
-        InvalidArgument: the prompt is empty or, with its output, beyond the context.
+        InvalidArgument: the prompt is empty, or more tokens are needed than may be made.
+        ContextExceeded: it, or it and its output, is beyond the context.
         ResourceExhausted: no worker's whole pool could hold it, so it can never run.
     """
     if num_prompt_tokens < 1:
         raise InvalidArgument(PROMPT_FIELD, "has no tokens; at least 1 is needed")
     room = limits.max_context - num_prompt_tokens
     if room < 1:
-        raise InvalidArgument(
+        raise ContextExceeded(
             PROMPT_FIELD,
             f"has {num_prompt_tokens} tokens; at most {limits.max_context - 1} fit the context of "
             f"{limits.max_context} with one output token",
         )
     if request.max_tokens is not None and request.max_tokens > room:
-        raise InvalidArgument(
+        raise ContextExceeded(
             "stopping.max_tokens",
             f"{request.max_tokens} output tokens after {num_prompt_tokens} prompt tokens exceed the context of "
             f"{limits.max_context}; at most {room} fit",
@@ -337,11 +350,7 @@ def _check_quota(role: str, tenant: str, num_needed: int, what: str, num_blocks:
 
 # --- fields this version does not support: name → whether it is set to something that would change the output ---
 
-UNSUPPORTED_FIELDS: Mapping[str, Callable[[pb.GenerateRequest], bool]] = MappingProxyType(
-    {
-        "session_id": lambda m: bool(m.session_id),
-    }
-)
+UNSUPPORTED_FIELDS: Mapping[str, Callable[[pb.GenerateRequest], bool]] = MappingProxyType({})
 
 
 def _refuse(message: pb.GenerateRequest, limits: Limits) -> None:
@@ -414,12 +423,16 @@ def _check_size(message: pb.GenerateRequest, limits: Limits) -> None:
         raise InvalidArgument(PROMPT_FIELD, f"the request has {num_bytes} bytes; at most {limits.max_request_bytes}")
 
 
-def _label(label: str) -> str:
-    if len(label) > MAX_REQUEST_ID_CHARS:
-        raise InvalidArgument("request_id", f"has {len(label)} characters; at most {MAX_REQUEST_ID_CHARS}")
-    if not label.isprintable():
-        raise InvalidArgument("request_id", "holds a character that is not printable")
-    return label
+def _printable(field: str, text: str, max_chars: int) -> str:
+    if len(text) > max_chars:
+        raise InvalidArgument(field, f"has {len(text)} characters; at most {max_chars}")
+    if not text.isprintable():
+        raise InvalidArgument(field, "holds a character that is not printable")
+    return text
+
+
+def _session(name: str, tenant: str) -> Session | None:
+    return Session(tenant, _printable("session_id", name, MAX_SESSION_ID_CHARS)) if name else None
 
 
 def _adapter(name: str, limits: Limits) -> str:
@@ -549,7 +562,8 @@ def _max_tokens(stopping: pb.StoppingOptions, limits: Limits) -> int | None:
     if not stopping.HasField("max_tokens"):
         return None
     if not 1 <= stopping.max_tokens < limits.max_context:
-        raise InvalidArgument(
+        kind = ContextExceeded if stopping.max_tokens else InvalidArgument
+        raise kind(
             "stopping.max_tokens",
             f"{stopping.max_tokens} is not between 1 and {limits.max_context - 1} (a context of {limits.max_context})",
         )

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvferry import __version__
-from kvferry.cli import cache, drain, generate, models, plan, serve, up, workers
+from kvferry.cli import cache, chat, drain, generate, models, plan, serve, up, workers
 from kvferry.cli.console import write, write_error
 from kvferry.errors import KvferryError
 
@@ -20,7 +20,7 @@ def make_app() -> typer.Typer:
     """All commands."""
     app = typer.Typer(name="kvferry", add_completion=False, pretty_exceptions_enable=False)
     app.callback(epilog="Example: kvferry up --demo", no_args_is_help=True)(kvferry)
-    for module in (up, serve, generate, workers, drain, plan):
+    for module in (up, serve, generate, chat, workers, drain, plan):
         module.register(app)
     app.add_typer(models.make_app(), name="models")
     app.add_typer(cache.make_app(), name="cache")

@@ -21,7 +21,7 @@ from kvferry.cli.options import (
     router_of,
 )
 from kvferry.cli.router import connected
-from kvferry.client import ChatMessage, Client, PinOptions, Prompt
+from kvferry.client import AsyncClient, ChatMessage, PinOptions, Prompt
 from kvferry.errors import InvalidArgument, NotFound, Unavailable
 from kvferry.rpc import run
 from proto.kvferry.v1 import cache_pb2
@@ -59,7 +59,7 @@ def stats(
 
     A tenant that is no administrator sees its own figures only.
     """
-    workers = _ask(router_of(target, api_key, configuration(config, settings)), Client.memory)
+    workers = _ask(router_of(target, api_key, configuration(config, settings)), AsyncClient.memory)
     if as_json:
         write_json([_json(worker) for worker in workers])
     else:
@@ -157,7 +157,7 @@ def _prefix_of(prompt: str | None, prompt_token_ids: str | None, system: str | N
     return prompt_of(prompt, prompt_token_ids) if system is None else [ChatMessage("system", system)]
 
 
-def _ask(router: RouterTarget, question: Callable[[Client], Coroutine[Any, Any, _T]]) -> _T:
+def _ask(router: RouterTarget, question: Callable[[AsyncClient], Coroutine[Any, Any, _T]]) -> _T:
     async def ask() -> _T:
         async with connected(router) as client:
             return await question(client)

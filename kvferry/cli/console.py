@@ -43,6 +43,11 @@ def note(text: str) -> None:
     Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(text)
 
 
+def note_dim(text: str) -> None:
+    """The same, for what is only of interest beside what was asked for."""
+    Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(text, style="dim")
+
+
 def write_error(message: str) -> None:
     """The one line that tells why a command failed."""
     note(f"error: {message}")

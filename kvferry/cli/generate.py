@@ -1,4 +1,4 @@
-"""`kvferry generate` and `kvferry chat`: requests from the command line."""
+"""`kvferry generate`: a request from the command line."""
 
 from __future__ import annotations
 
@@ -9,26 +9,33 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.console import write, write_error, write_json
+from kvferry.cli.console import write, write_json
+from kvferry.cli.constraints import (
+    ChoiceOption,
+    GrammarOption,
+    JsonObjectOption,
+    JsonSchemaOption,
+    RegexOption,
+    constraint_of,
+)
 from kvferry.cli.options import (
     ApiKeyOption,
     ConfigOption,
+    ResumeOption,
     RouterTarget,
+    SessionOption,
     SetOption,
     TargetOption,
     configuration,
     router_of,
 )
 from kvferry.cli.router import connected
-from kvferry.client import ChatMessage, Client, Completion, GenerateOptions, Prompt
+from kvferry.client import AsyncClient, Completion, GenerateOptions, Prompt
 from kvferry.config import Config
-from kvferry.errors import DeadlineExceeded, InvalidArgument, KvferryError
+from kvferry.errors import DeadlineExceeded, InvalidArgument
 from kvferry.rpc import run
 from proto.kvferry.v1 import types_pb2
 
-CHAT_TEMPERATURE = 0.2
-CHAT_TOP_P = 0.9
-"""What the makers of SmolLM2, the default model, recommend for conversations."""
 MAX_TIMEOUT_S = 1e6
 """Eleven days; gRPC cannot hold a deadline without end."""
 
@@ -39,8 +46,6 @@ TopK = Annotated[int | None, typer.Option("--top-k", help="Only the k most likel
 MinP = Annotated[float | None, typer.Option("--min-p", help="Least probability relative to the most likely token.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="The same seed gives the same tokens.")]
 Tier = Annotated[str, typer.Option("--tier", help="Latency tier.")]
-ChatTemperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
-ChatTopP = Annotated[float, typer.Option("--top-p", help="Smallest set of tokens with this probability.")]
 
 
 def _deadline(seconds: float | None) -> float | None:
@@ -61,9 +66,9 @@ def register(app: typer.Typer) -> None:
     """Adds the commands to `app`."""
     app.command(
         "generate",
-        epilog='Example: kvferry generate --router 10.0.0.1:50051 --router 10.0.0.2:50051 --max-tokens 20 "Once upon"',
+        epilog='Example: kvferry generate --router 10.0.0.1:50051 --router 10.0.0.2:50051 "Once upon"\n\n'
+        'Example: kvferry generate --choice yes --choice no "Is Paris in France?"',
     )(generate)
-    app.command("chat", epilog='Example: kvferry chat --system "You answer in one sentence."')(chat)
 
 
 def generate(
@@ -123,11 +128,20 @@ def generate(
         bool, typer.Option("--early-stopping", help="End the beam search once enough beams are complete.")
     ] = False,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends the output; repeatable.")] = None,
+    include_stop: Annotated[
+        bool, typer.Option("--include-stop", help="Keep the text of --stop that ended the output.")
+    ] = False,
     stop_token_ids: Annotated[
         str | None, typer.Option("--stop-token-ids", metavar="1,2,3", help="Ids that end the output.")
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of the sequence.")] = False,
+    json_schema: JsonSchemaOption = None,
+    json_object: JsonObjectOption = False,
+    regex: RegexOption = None,
+    choice: ChoiceOption = None,
+    grammar: GrammarOption = None,
     tier: Tier = "",
+    session_id: SessionOption = "",
     cache_salt: Annotated[str, typer.Option("--cache-salt", help="Shares the prefix cache with this salt only.")] = "",
     shared_salt: Annotated[
         str, typer.Option("--shared-salt", help="Shares the prefix cache with all tenants that set this salt.")
@@ -138,11 +152,13 @@ def generate(
     model: Annotated[str, typer.Option("--model", help="Name of the model; the served one.")] = "",
     request_id: Annotated[str, typer.Option("--request-id", help="Label in the server's logs.")] = "",
     timeout_s: Timeout = None,
+    resume: ResumeOption = None,
     config: ConfigOption = None,
     settings: SetOption = None,
 ) -> None:
     """Continues a prompt and streams the text."""
     _check_beam_options(beam_width, length_penalty, early_stopping=early_stopping)
+    _check_stop_options(stop, include_stop=include_stop)
     effective = configuration(config, settings)
     options = GenerateOptions(
         prompt=prompt_of(prompt, prompt_token_ids),
@@ -169,6 +185,7 @@ def generate(
         length_penalty=length_penalty,
         early_stopping=True if early_stopping else None,
         stop=stop or (),
+        include_stop_str_in_output=True if include_stop else None,
         stop_token_ids=_ids("--stop-token-ids", stop_token_ids) if stop_token_ids is not None else (),
         ignore_eos=True if ignore_eos else None,
         tier=tier,
@@ -176,47 +193,18 @@ def generate(
         shared_salt=shared_salt,
         bypass_prefix_cache=True if bypass_prefix_cache else None,
         request_id=request_id,
+        session_id=session_id,
+        **constraint_of(json_schema, json_object, regex, choice, grammar),
     )
-    completion = run(_generate(router_of(target, api_key, effective), effective, options, timeout_s, is_quiet=as_json))
+    _answer(router_of(target, api_key, effective, resume=resume), effective, options, timeout_s, as_json=as_json)
+
+
+def _answer(
+    router: RouterTarget, config: Config, options: GenerateOptions, timeout_s: float | None, *, as_json: bool
+) -> None:
+    completion = run(request(router, config, options, timeout_s, is_quiet=as_json))
     if as_json:
         write_json(completion_json(completion))
-
-
-def chat(
-    target: TargetOption = None,
-    api_key: ApiKeyOption = None,
-    system: Annotated[str | None, typer.Option("--system", help="What the assistant is told first.")] = None,
-    max_tokens: MaxTokens = None,
-    temperature: ChatTemperature = CHAT_TEMPERATURE,
-    top_p: ChatTopP = CHAT_TOP_P,
-    seed: Seed = None,
-    tier: Tier = "",
-    config: ConfigOption = None,
-    settings: SetOption = None,
-) -> None:
-    """Talks with the model; an empty line or Ctrl-D ends. Samples as SmolLM2's makers recommend.
-
-    A turn that fails is told and dropped; the conversation goes on.
-    """
-    effective = configuration(config, settings)
-    router = router_of(target, api_key, effective)
-    messages = [ChatMessage("system", system)] if system else []
-    _accept_any_bytes()
-    while line := _read_line():
-        messages.append(ChatMessage("user", line))
-        options = GenerateOptions(
-            prompt=messages, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, tier=tier
-        )
-        try:
-            answer = run(_generate(router, effective, options, None, is_quiet=False))
-        except KeyboardInterrupt:  # ends this answer, not the conversation
-            messages.pop()
-            continue
-        except KvferryError as error:
-            write_error(error.message)
-            messages.pop()
-            continue
-        messages.append(ChatMessage("assistant", answer.choices[0].text if answer.choices else ""))
 
 
 def completion_json(completion: Completion) -> dict[str, object]:
@@ -269,7 +257,7 @@ def _bias(entries: Sequence[str]) -> dict[int, float]:
 
 
 async def stream_answer(
-    client: Client, options: GenerateOptions, timeout_s: float | None = None, *, is_quiet: bool = False
+    client: AsyncClient, options: GenerateOptions, timeout_s: float | None = None, *, is_quiet: bool = False
 ) -> Completion:
     """Writes the text of the first choice as it comes, unless quiet; returns the whole response.
 
@@ -302,9 +290,10 @@ def _deadline_passed(error: DeadlineExceeded, timeout_s: float | None, completio
     return DeadlineExceeded(f"the deadline of {timeout_s:g} s passed after {num_tokens} token{plural}")
 
 
-async def _generate(
+async def request(
     router: RouterTarget, config: Config, options: GenerateOptions, timeout_s: float | None, *, is_quiet: bool
 ) -> Completion:
+    """One request over a connection of its own; its text is written as it comes, unless quiet."""
     options.to_pb()  # what can never be sent is refused before a router is needed
     async with connected(router, config.telemetry) as client:
         completion = await stream_answer(client, options, timeout_s, is_quiet=is_quiet)
@@ -330,6 +319,12 @@ def _check_beam_options(beam_width: int | None, length_penalty: float | None, *,
             raise InvalidArgument(option, "needs --beam-width")
 
 
+def _check_stop_options(stop: Sequence[str] | None, *, include_stop: bool) -> None:
+    """Raises InvalidArgument for an option of stop strings without one."""
+    if include_stop and not stop:
+        raise InvalidArgument("--include-stop", "needs --stop")
+
+
 def prompt_of(text: str | None, token_ids: str | None) -> Prompt:
     """Text, standard input for `-`, or ids; exactly one source must be given."""
     if (text is None) == (token_ids is None):
@@ -338,11 +333,11 @@ def prompt_of(text: str | None, token_ids: str | None) -> Prompt:
         return _ids("--prompt-token-ids", token_ids)
     if text != "-":
         return text or ""
-    _accept_any_bytes()
+    accept_any_bytes()
     return sys.stdin.read()
 
 
-def _accept_any_bytes() -> None:
+def accept_any_bytes() -> None:
     """Bytes of standard input that are not UTF-8 become lone surrogates, which the request refuses by its field."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
@@ -353,13 +348,6 @@ def _ids(option: str, text: str) -> Sequence[int]:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
         raise InvalidArgument(option, f"must be numbers separated by commas, got {text[:80]!r}") from error
-
-
-def _read_line() -> str:
-    try:
-        return input("> " if sys.stdin.isatty() else "").strip()
-    except EOFError:
-        return ""
 
 
 def _fields(message: object) -> dict[str, object]:

@@ -43,6 +43,18 @@ ApiKeyOption = Annotated[
         "(KVFERRY_CLIENT__API_KEY), which other users of this machine cannot see.",
     ),
 ]
+ResumeOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--resume/--no-resume",
+        help="Whether a response whose router is lost goes on, at another router or, with a single one, at the same "
+        "when it is back; where there are several routers, unless told otherwise.",
+        show_default=False,
+    ),
+]
+SessionOption = Annotated[
+    str, typer.Option("--session-id", help="Requests of one session prefer the workers that have its blocks.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 Overrides = dict[str, dict[str, object]]
@@ -66,18 +78,26 @@ def configuration(path: Path | None, settings: Sequence[str] | None, flags: Over
 
 @dataclass(frozen=True, slots=True)
 class RouterTarget:
-    """Where a command's router is, or the routers of which any will do, and as whom they are called."""
+    """Where a command's router is, or the routers of which any will do, and as whom they are called.
+
+    Attributes:
+        resume: whether responses outlive a router; None for the client's default.
+    """
 
     addresses: tuple[str, ...]
     api_key: str | None = field(default=None, repr=False)
+    resume: bool | None = None
 
 
-def router_of(target: str | Sequence[str] | None, api_key: str | None, config: Config) -> RouterTarget:
+def router_of(
+    target: str | Sequence[str] | None, api_key: str | None, config: Config, *, resume: bool | None = None
+) -> RouterTarget:
     """Flags win over the configuration; raises InvalidArgument when an address is not host:port."""
     configured = config.client.api_key
     key = api_key if api_key is not None or configured is None else configured.get_secret_value()
     chosen = [target] if isinstance(target, str) else target
-    return RouterTarget(tuple(_checked_address(address) for address in chosen or [config.router.grpc_listen]), key)
+    addresses = tuple(_checked_address(address) for address in chosen or [config.router.grpc_listen])
+    return RouterTarget(addresses, key, resume)
 
 
 def _checked_address(address: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from kvferry.cli.options import RouterTarget
-from kvferry.client import Client
+from kvferry.client import AsyncClient
 from kvferry.config import TelemetryConfig
 from kvferry.errors import Unavailable
 from kvferry.telemetry import configure_logging, start_telemetry
@@ -16,20 +16,22 @@ CONNECT_TIMEOUT_S = 3.0
 
 
 @asynccontextmanager
-async def connected(router: RouterTarget, traces: TelemetryConfig | None = None) -> AsyncIterator[Client]:
+async def connected(router: RouterTarget, traces: TelemetryConfig | None = None) -> AsyncIterator[AsyncClient]:
     """A client of the router, or of several; raises Unavailable at once when nobody listens at any of their addresses.
 
     Where `traces` names a collector, the client's spans are the roots of its requests' traces.
     """
     await _check_one_listens(router.addresses)
     if traces is None or traces.otlp_endpoint is None:
-        async with Client(router.addresses, api_key=router.api_key) as client:
+        async with AsyncClient(router.addresses, api_key=router.api_key, resume=router.resume) as client:
             yield client
         return
     configure_logging(traces, "client", "cli")
     telemetry = start_telemetry(traces, "client", "cli")
     try:
-        async with Client(router.addresses, tracer=telemetry.tracer, api_key=router.api_key) as client:
+        async with AsyncClient(
+            router.addresses, tracer=telemetry.tracer, api_key=router.api_key, resume=router.resume
+        ) as client:
             yield client
     finally:
         await telemetry.shutdown()

@@ -12,7 +12,7 @@ from kvferry.cli.console import Progress, note, write, write_json, write_table
 from kvferry.cli.generate import stream_answer
 from kvferry.cli.options import ConfigOption, DtypeOption, ModelOption, SetOption, configuration
 from kvferry.cli.serve import prepared
-from kvferry.client import ChatMessage, Client, Completion, GenerateOptions
+from kvferry.client import AsyncClient, ChatMessage, Completion, GenerateOptions
 from kvferry.cluster import MODULES, Endpoints, LocalCluster
 from kvferry.config import Config
 from kvferry.errors import InvalidArgument
@@ -152,7 +152,7 @@ async def _demonstrate(endpoints: Endpoints, config: Config) -> None:
     write(f"\n> {DEMO_QUESTION}\n")
     prompt = [ChatMessage("user", DEMO_QUESTION)]
     options = GenerateOptions(prompt=prompt, temperature=0.0, max_tokens=DEMO_MAX_TOKENS)
-    async with Client(endpoints.grpc, api_key=config.own_key) as client:
+    async with AsyncClient(endpoints.grpc, api_key=config.own_key) as client:
         completion = await stream_answer(client, options)
     write("\n")
     write_table(timing_columns(completion))

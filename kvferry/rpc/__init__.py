@@ -10,7 +10,8 @@ from kvferry.rpc.channel import RpcChannel
 from kvferry.rpc.health import Liveness, ask_liveness
 from kvferry.rpc.listen import check_can_listen
 from kvferry.rpc.liveness import HeartbeatWriter, read_with_progress_deadline
-from kvferry.rpc.loop import run
+from kvferry.rpc.loop import new_event_loop, run
+from kvferry.rpc.retries import retrying
 from kvferry.rpc.server import RpcServer
 from kvferry.rpc.status import error_from_rpc
 
@@ -22,6 +23,8 @@ __all__ = [
     "ask_liveness",
     "check_can_listen",
     "error_from_rpc",
+    "new_event_loop",
     "read_with_progress_deadline",
+    "retrying",
     "run",
 ]

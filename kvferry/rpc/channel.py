@@ -52,8 +52,8 @@ class RpcChannel:
     """A channel to one peer. Calls made through it carry the trace and raise errors of `kvferry.errors`.
 
     `headers` go with every call. Channels of one process to one peer share a connection, unless `has_own_connection`:
-    then a dead one is left by making another channel. `parent=` is the context under whose span the call's span hangs;
-    by default the running task's.
+    then a dead one is left by making another channel. `service_config` is gRPC's, as JSON. `parent=` is the context
+    under whose span the call's span hangs; by default the running task's.
     """
 
     def __init__(
@@ -64,8 +64,14 @@ class RpcChannel:
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         headers: Mapping[str, str] | None = None,
         has_own_connection: bool = False,
+        service_config: str | None = None,
     ) -> None:
-        options = [*channel_options(max_message_bytes), ("grpc.use_local_subchannel_pool", int(has_own_connection))]
+        options: list[tuple[str, int | str]] = [
+            *channel_options(max_message_bytes),
+            ("grpc.use_local_subchannel_pool", int(has_own_connection)),
+        ]
+        if service_config is not None:
+            options.append(("grpc.service_config", service_config))
         self.target = target
         self.grpc = grpc.aio.insecure_channel(target, options=options)
         self._tracer = tracer or NoOpTracer()

@@ -1,6 +1,7 @@
 """The routes of OpenAI's interface, added to the router's HTTP application.
 
-They share its port with `/live`, `/health` and `/metrics`, which need no key; these do, where tenants are configured.
+They share its port with `/live`, `/health` and `/metrics`, which need no key; these do, where tenants are configured,
+but for `/openapi.json` and `/docs`, which tell nothing of this router.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import time
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CollectorRegistry, Counter
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
@@ -17,12 +19,15 @@ from starlette.routing import Route
 from kvferry.rpc.server import CallsInFlight
 from router.admission import Admission
 from router.openai.endpoint import Endpoint, EndpointParts, Handler
-from router.openai.errors import NoSuchRoute, error_json
+from router.openai.errors import NoSuchMethod, NoSuchRoute, answer_of, error_json
+from router.openai.exchange import REQUEST_ID, request_id
 from router.openai.generation import chat, complete
 from router.openai.models import list_models, show_model
+from router.openai.openapi import PAGE_PATH, PATH, openapi, page
 from router.openai.tokens import detokenize, tokenize
 from router.serving import Serving
 
+NO_METHOD = 405
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/v1/models", list_models),
     ("GET", "/v1/models/{name:path}", show_model),
@@ -45,11 +50,29 @@ def add_routes(app: FastAPI, serving: Serving, calls: CallsInFlight, registry: C
     parts = EndpointParts(serving, admission, calls, responses, started_s=int(time.time()))
     for method, path, handler in ROUTES:
         app.router.routes.append(Route(path, Endpoint(parts, path, handler), methods=[method]))
+    _add_description(app)
     app.add_exception_handler(HTTPException, _no_such_route)
 
 
+def _add_description(app: FastAPI) -> None:
+    """What the routes take, for programs and for people."""
+    document = openapi()
+    html = page(document)
+
+    async def show_document(_: Request) -> Response:
+        return JSONResponse(document)
+
+    async def show_page(_: Request) -> Response:
+        return HTMLResponse(html)
+
+    app.router.routes.append(Route(PATH, show_document))
+    app.router.routes.append(Route(PAGE_PATH, show_page))
+
+
 async def _no_such_route(request: Request, error: Exception) -> Response:
-    """What the routing itself refuses, in the same shape."""
+    """What the routing itself refuses, in the same shape; 405 tells the methods there are (`allow`)."""
     assert isinstance(error, HTTPException)
-    told = NoSuchRoute(f"there is no {request.method} {request.url.path} here")
-    return JSONResponse(error_json(told), status_code=error.status_code, headers=error.headers)
+    kind = NoSuchMethod if error.status_code == NO_METHOD else NoSuchRoute
+    told = kind(f"there is no {request.method} {request.url.path} here")
+    headers = {**(error.headers or {}), REQUEST_ID: request_id(Headers(scope=request.scope))}
+    return JSONResponse(error_json(told), status_code=answer_of(told).status, headers=headers)

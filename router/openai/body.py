@@ -1,4 +1,4 @@
-"""JSON bodies: types as they are, no names but known ones, no NaN; what is refused is named by its place.
+"""JSON bodies: UTF-8, types as they are, known names only and each once, no NaN; what is refused is named by its place.
 
 A list is checked up to its first fault and an object has a bounded number of keys: else a body full of faults would
 cost a hundred times its size.
@@ -6,11 +6,13 @@ cost a hundred times its size.
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
-from pydantic_core import ErrorDetails, from_json
+from pydantic_core import ErrorDetails
 
 from kvferry.errors import InvalidArgument, UnsupportedField
 
@@ -40,27 +42,30 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 def parse(kind: type[BodyT], body: bytes) -> BodyT:
     """The fields of a JSON body. Raises InvalidArgument naming the field."""
+    constants: list[str] = []  # NaN and Infinity; a field that is a number is named, others are anything
     try:
-        value = from_json(body)
-    except ValueError as error:
+        value = json.loads(body.decode(), object_pairs_hook=_object, parse_constant=constants.append)
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument("body", f"is not JSON: {error}") from error
-    _check_keys(value)
     try:
-        return kind.model_validate_json(body)
+        fields = kind.model_validate_json(body)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
         raise _refusal_of(faults, value) from error
+    if constants:
+        raise InvalidArgument("body", f"has {constants[0]}, which is no number of JSON")
+    return fields
 
 
-def _check_keys(value: Any) -> None:
-    if isinstance(value, dict):
-        if len(value) > MAX_KEYS:
-            raise InvalidArgument("body", f"has an object of {len(value)} keys; at most {MAX_KEYS} are allowed")
-        for part in value.values():
-            _check_keys(part)
-    elif isinstance(value, list) and value and isinstance(value[0], dict | list):
-        for part in value:
-            _check_keys(part)
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Of two values of one key nobody can tell which was meant."""
+    if len(pairs) > MAX_KEYS:
+        raise InvalidArgument("body", f"has an object of {len(pairs)} keys; at most {MAX_KEYS} are allowed")
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise InvalidArgument("body", f"has an object with the key {twice!r:.80} more than once")
+    return made
 
 
 def _refusal_of(faults: Sequence[ErrorDetails], body: object) -> InvalidArgument:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from kvferry.rpc.server import PROPAGATOR, CallsInFlight
 from kvferry.telemetry import Attributes, mark_error
 from router.admission import Admission
 from router.openai.errors import answer_of, error_headers, error_json
-from router.openai.exchange import REQUEST_ID, ClientGone, Exchange
+from router.openai.exchange import REQUEST_ID, ClientGone, Exchange, is_request_id
 from router.serving import Serving
 from router.validation import MAX_REQUEST_ID_CHARS
 
@@ -89,7 +88,7 @@ class Endpoint:
         self._parts.calls.add_current(self._route)
         headers = Headers(scope=scope)
         given = headers.get(REQUEST_ID, "")
-        exchange = Exchange(scope, receive, send, given if _is_id(given) else uuid.uuid4().hex)
+        exchange = Exchange(scope, receive, send)
         span = self._start_span(scope["method"], headers)
         attach(set_span_in_context(span))  # ends with the task
         try:
@@ -120,7 +119,7 @@ class Endpoint:
     async def _run(self, exchange: Exchange, given_id: str, span: Span) -> None:
         """The handler, as long as the client is there. Raises ClientGone when it has gone."""
         serving = self._parts.serving
-        if given_id and not _is_id(given_id):
+        if given_id and not is_request_id(given_id):
             raise InvalidArgument(REQUEST_ID, f"is not printable text of at most {MAX_REQUEST_ID_CHARS} characters")
         serving.tenant(tuple(exchange.headers.items()))
         serving.check_open()
@@ -158,7 +157,3 @@ async def _tell(exchange: Exchange, span: Span, error: KvferryError) -> None:
         elif exchange.is_streaming:
             await exchange.event(error_json(error))
             await exchange.end(is_whole=False)
-
-
-def _is_id(value: str) -> bool:
-    return bool(value) and value.isprintable() and len(value) <= MAX_REQUEST_ID_CHARS

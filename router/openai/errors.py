@@ -12,6 +12,7 @@ from typing import Any
 
 from kvferry.errors import (
     Cancelled,
+    ContextExceeded,
     DataLoss,
     DeadlineExceeded,
     FailedPrecondition,
@@ -42,10 +43,22 @@ class BodyTooSlow(KvferryError):
     reason = "REQUEST_TIMEOUT"
 
 
+class BodyNotJson(InvalidArgument):
+    """The head says that the body is something else than plain JSON."""
+
+    reason = "UNSUPPORTED_MEDIA_TYPE"
+
+
 class NoSuchRoute(KvferryError):
-    """No such path, or not with this method."""
+    """No such path."""
 
     reason = "NOT_FOUND"
+
+
+class NoSuchMethod(KvferryError):
+    """The path is there, but not for this method."""
+
+    reason = "METHOD_NOT_ALLOWED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +83,14 @@ ANSWERS = MappingProxyType(
     {
         BodyTooLarge: Answer(413, INVALID, "request_too_large"),
         BodyTooSlow: Answer(408, INVALID, "request_timeout"),
+        BodyNotJson: Answer(415, INVALID, "unsupported_media_type"),
         UnsupportedField: Answer(400, INVALID, "unsupported_field"),
+        ContextExceeded: Answer(400, INVALID, "context_length_exceeded"),
         InvalidArgument: Answer(400, INVALID, "invalid_value"),
         Unauthenticated: Answer(401, "authentication_error", "invalid_api_key"),
         PermissionDenied: Answer(403, "permission_error", "permission_denied"),
         NoSuchRoute: Answer(404, INVALID, "unknown_url"),
+        NoSuchMethod: Answer(405, INVALID, "method_not_supported"),
         NotFound: Answer(404, "not_found_error", "model_not_found"),
         ResourceExhausted: Answer(429, "rate_limit_error", "rate_limit_exceeded"),
         Cancelled: Answer(499, INVALID, "request_cancelled"),

@@ -7,17 +7,32 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
-from router.openai.errors import BodyTooLarge, BodyTooSlow
+from router.openai.errors import BodyNotJson, BodyTooLarge, BodyTooSlow
+from router.validation import MAX_REQUEST_ID_CHARS
 
 REQUEST_ID = "x-request-id"
+SESSION_ID = "x-session-id"
+JSON_TYPE = "application/json"
 BODY_TIMEOUT_S = 60.0
 """How long a body may take: it holds a place among the requests in flight, and memory."""
+
+
+def is_request_id(value: str) -> bool:
+    """Whether a caller's id may be told, logged and taken by Abort."""
+    return bool(value) and value.isprintable() and len(value) <= MAX_REQUEST_ID_CHARS
+
+
+def request_id(headers: Mapping[str, str]) -> str:
+    """The caller's, or a new one."""
+    given = headers.get(REQUEST_ID, "")
+    return given if is_request_id(given) else uuid.uuid4().hex
 
 
 class ClientGone(Exception):
@@ -35,17 +50,18 @@ class Exchange:
         is_streaming: events were sent, and the end was not.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
-        self.request_id = request_id
         self.headers = Headers(scope=scope)
+        self.request_id = request_id(self.headers)
         self.path_params: Mapping[str, str] = scope.get("path_params", {})
         self.status: int | None = None
         self.is_streaming = False
         self._body_read = asyncio.Event()
 
     async def body(self, max_bytes: int) -> bytes:
-        """The whole body. Raises BodyTooLarge as soon as that is known, BodyTooSlow, ClientGone."""
+        """The whole body. Raises BodyNotJson, BodyTooLarge as soon as that is known, BodyTooSlow, ClientGone."""
+        _check_is_json(self.headers)
         length = self.headers.get("content-length", "")
         if length.isdigit() and int(length) > max_bytes:
             raise _too_large(max_bytes)
@@ -81,7 +97,7 @@ class Exchange:
         """Sends a whole response."""
         body = _json(content)
         length = {"content-length": str(len(body))}
-        await self._start(status, {"content-type": "application/json", **length, **(headers or {})})
+        await self._start(status, {"content-type": JSON_TYPE, **length, **(headers or {})})
         await self._send_body(body, more=False)
 
     async def event(self, content: Mapping[str, Any]) -> None:
@@ -115,6 +131,17 @@ class Exchange:
 def _json(content: Mapping[str, Any]) -> bytes:
     """In ASCII: clients split events at what they take for the end of a line, U+2028 for some of them."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _check_is_json(headers: Mapping[str, str]) -> None:
+    """A body must be declared JSON: what pages of other sites may send unasked is text, a form, or declared nothing."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != JSON_TYPE:
+        found = f"is {kind!r:.80}" if kind else "is not set"
+        raise BodyNotJson("content-type", f"{found}; a body is sent as {JSON_TYPE}")
+    encoding = headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise BodyNotJson("content-encoding", f"is {encoding!r:.80}; a body is sent as it is")
 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:

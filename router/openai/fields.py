@@ -66,6 +66,8 @@ class GenerationFields(ConstraintFields):
     time_limit_s: float | None = None
     cache_salt: str | None = None
     request_id: str | None = None
+    session_id: str | None = None
+    prompt_cache_key: str | None = None
 
     @model_validator(mode="after")
     def _options_have_a_use(self) -> Self:
@@ -74,6 +76,12 @@ class GenerationFields(ConstraintFields):
         if not self.use_beam_search and (self.length_penalty is not None or self.early_stopping is not None):
             name = "early_stopping" if self.length_penalty is None else "length_penalty"
             raise InvalidArgument(name, "is only for use_beam_search: true")
+        return self
+
+    @model_validator(mode="after")
+    def _names_one_session(self) -> Self:
+        if self.session_id and self.prompt_cache_key and self.session_id != self.prompt_cache_key:
+            raise InvalidArgument("prompt_cache_key", "differs from session_id, which means the same")
         return self
 
     @property
@@ -91,6 +99,7 @@ class GenerationFields(ConstraintFields):
     def _common(self, label: str) -> pb.GenerateRequest:
         """Everything but the prompt."""
         message = pb.GenerateRequest(request_id=self.request_id or label, model=self.model or "")
+        message.session_id = self.session_id or self.prompt_cache_key or ""
         self._set_sampling(message)
         message.stopping.CopyFrom(self._stopping())
         message.response.CopyFrom(self._response())

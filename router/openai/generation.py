@@ -20,6 +20,7 @@ from proto.kvferry.v1 import inference_pb2 as pb
 from router.models import Model
 from router.openai.body import parse
 from router.openai.endpoint import Call
+from router.openai.exchange import SESSION_ID
 from router.openai.fields import GenerationFields
 from router.openai.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from router.openai.requests import ChatBody, CompletionBody
@@ -52,6 +53,8 @@ def _model(call: Call, message: pb.GenerateRequest) -> Model:
 
 
 async def _generate(call: Call, body: GenerationFields, messages: Sequence[pb.GenerateRequest], form: Form) -> None:
+    for message in messages:
+        message.session_id = message.session_id or call.exchange.headers.get(SESSION_ID, "")
     if body.user:
         call.span.set_attribute(Attributes.END_USER_ID, body.user)
     response = ResponseText(form, num_choices=max(1, messages[0].sampling.n))
@@ -82,7 +85,7 @@ async def _run(call: Call, messages: Sequence[pb.GenerateRequest], prompt: int, 
             await serving.generate(message, call.metadata, write)
     except InvalidArgument as error:
         if error.field == PROMPT_FIELD and message.HasField("chat"):
-            raise InvalidArgument("messages", error.message.removeprefix(f"{PROMPT_FIELD}: ")) from error
+            raise type(error)("messages", error.message.removeprefix(f"{PROMPT_FIELD}: ")) from error
         raise
 
 

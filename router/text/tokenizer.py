@@ -17,13 +17,13 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from kvferry.errors import FailedPrecondition, InvalidArgument
+from kvferry.errors import ContextExceeded, FailedPrecondition, InvalidArgument
 from kvferry.grammar import Grammars, is_text
 from router.text.chat_template import FIELD as CHAT_FIELD
 from router.text.chat_template import ChatMessage, ChatTemplate, Tool, json_chars
 from router.text.control_text import ControlText
 from router.text.detokenizer import decode
-from router.text.encode_queue import EncodeQueue
+from router.text.encode_queue import EncodeQueue, T
 from router.text.model_files import ModelFiles
 from router.text.text_length import LengthBound
 from router.text.token_bytes import TokenBytes
@@ -152,12 +152,16 @@ class TextTokenizer:
         """Text of `token_ids`; ids outside the vocabulary add none."""
         return decode(self.token_bytes, token_ids, skip_special_tokens=skip_special_tokens)
 
+    async def decode_async(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """As `decode`, in a thread where there are many; raises ResourceExhausted when too much waits for one."""
+        return await self._run(len(token_ids), lambda: self.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
     def close(self) -> None:
         """Ends the threads; prompts still waiting are dropped."""
         self._queue.close()
         self.grammars.close()
 
-    async def _run(self, num_chars: int, job: Callable[[], list[int]]) -> list[int]:
+    async def _run(self, num_chars: int, job: Callable[[], T]) -> T:
         return job() if num_chars <= INLINE_CHARS else await self._queue.run(job)
 
     def _encode_plainly(self, text: str) -> list[int]:
@@ -197,7 +201,7 @@ class TextTokenizer:
             return
         num_tokens = max(map(self.length_bound.min_tokens, texts), default=0)
         if num_tokens > limits.max_tokens:
-            raise InvalidArgument(field, f"gives {num_tokens} tokens or more, at most {limits.max_tokens} are allowed")
+            raise ContextExceeded(field, f"gives {num_tokens} tokens or more, at most {limits.max_tokens} are allowed")
 
     def _prompt_prefix(self, add_bos_token: bool | None) -> list[int]:
         """Ids that every text prompt begins with: tokenizer_config.json decides, else tokenizer.json."""

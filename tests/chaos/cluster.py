@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from kvferry.client import Client
+from kvferry.client import AsyncClient
 from kvferry.config import Config
 from kvferry.rpc import RpcChannel
 from proto.kvferry.v1 import inference_pb2, inference_pb2_grpc
@@ -119,7 +119,7 @@ class ChaosCluster:
 
     members: Sequence[Member]
     routers: Sequence[Member]
-    client: Client
+    client: AsyncClient
     client_relay: Relay
 
     def of_role(self, role: str) -> list[Member]:
@@ -189,7 +189,7 @@ async def chaos_cluster(
         await asyncio.gather(*(member.start() for member in (*members, *routers)))
         relay = await stack.enter_async_context(Relay())
         relay.forward_to(routers[0].address)
-        client = await stack.enter_async_context(Client([router.address for router in routers]))
+        client = await stack.enter_async_context(AsyncClient([router.address for router in routers]))
         cluster = ChaosCluster(members, routers, client, relay)
         await cluster.all_ready()
         yield cluster

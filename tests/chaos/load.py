@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Self
 
 from engine.scripted import load_script_config, reference_continuation
-from kvferry.client import Client, Completion, GenerateOptions
+from kvferry.client import AsyncClient, Completion, GenerateOptions
 from kvferry.config import Config
 from kvferry.errors import KvferryError
 from kvferry.sampling import SamplingParams
@@ -103,7 +103,7 @@ class ClosedLoop:
         problems: what went wrong, a line each.
     """
 
-    def __init__(self, client: Client, questions: Iterator[Question], *, num_streams: int = NUM_STREAMS) -> None:
+    def __init__(self, client: AsyncClient, questions: Iterator[Question], *, num_streams: int = NUM_STREAMS) -> None:
         self._client = client
         self._questions = questions
         self._num_streams = num_streams

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.client import Client, GenerateOptions
+from kvferry.client import AsyncClient, GenerateOptions
 from kvferry.errors import Unavailable
 from tests.chaos.cluster import ChaosCluster, chaos_cluster
 from tests.chaos.load import NUM_STREAMS, SAMPLE_STREAMS, ClosedLoop, Window, scripted_questions, summary
@@ -178,7 +178,7 @@ async def test_a_client_behind_a_bad_link_gets_every_token(tmp_path: Path) -> No
     """Late, slow, or parted for a while: what was made meanwhile waits for it."""
     path = chat_folder(tmp_path / "scripted", step_delay_s=0.005)
     config = deployment_config(path, timeout_s=PROGRESS_TIMEOUT_S, num_blocks=1024)
-    async with chaos_cluster(tmp_path, config) as cluster, Client(cluster.client_relay.address) as client:
+    async with chaos_cluster(tmp_path, config) as cluster, AsyncClient(cluster.client_relay.address) as client:
         async with ClosedLoop(client, scripted_questions(path, NUM_TOKENS)) as loop:
             for trouble in (late, slow):
                 await trouble(Scene(loop, cluster.client_relay, cluster.all_ready))
@@ -197,7 +197,7 @@ async def test_what_runs_for_a_client_that_was_lost_is_freed(tmp_path: Path, how
     path = chat_folder(tmp_path / "scripted", step_delay_s=0.05)
     config = deployment_config(path, num_blocks=4096)
     options = GenerateOptions(prompt=[5, 6, 7], max_tokens=4_000, ignore_eos=True)
-    async with chaos_cluster(tmp_path, config) as cluster, Client(cluster.client_relay.address) as client:
+    async with chaos_cluster(tmp_path, config) as cluster, AsyncClient(cluster.client_relay.address) as client:
         with pytest.raises(Unavailable):
             async with client.generate(options) as events:
                 async for event in events:

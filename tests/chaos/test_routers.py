@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.client import Client
+from kvferry.client import AsyncClient
 from tests.chaos.load import SAMPLE_STREAMS, ClosedLoop, Window, scripted_questions, summary
 from tests.support.routers import routed
 from tests.support.workers import until
@@ -34,7 +34,7 @@ async def stop_again_and_again(folder: Path, num_stops: int, report: Report) -> 
     windows: list[Window] = []
     async with (
         routed(folder) as deployment,
-        Client([r.address for r in deployment.routers], progress_timeout_s=PROGRESS_TIMEOUT_S) as client,
+        AsyncClient([r.address for r in deployment.routers], progress_timeout_s=PROGRESS_TIMEOUT_S) as client,
     ):
         questions = scripted_questions(deployment.model, NUM_TOKENS)
         async with ClosedLoop(client, questions, num_streams=SAMPLE_STREAMS) as loop:

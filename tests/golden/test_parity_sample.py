@@ -8,6 +8,7 @@ import pytest
 
 from engine.forward_batch import OnKvWritten, Sampled, SequenceSlice
 from engine.runner import Runner, RunnerConfig, open_runner
+from kvferry.config import Config, KernelChoice
 from tests.golden.parity import LocalDriver, Reference, check_parity, random_prompts
 from tests.support.models import ARCHITECTURES, VOCAB_SIZE, save_tiny_model
 
@@ -27,8 +28,17 @@ def reference(folder: Path) -> Reference:
 
 
 @pytest.mark.parametrize(("block_size", "chunk_tokens"), BLOCK_AND_CHUNK)
-def test_greedy_tokens_equal_generate(folder: Path, reference: Reference, block_size: int, chunk_tokens: int) -> None:
-    runner = open_runner(folder, RunnerConfig(num_blocks=1024 // block_size, block_size=block_size))
+@pytest.mark.parametrize("kernels", ["reference", "native"])
+def test_greedy_tokens_equal_generate(
+    folder: Path, reference: Reference, kernels: KernelChoice, block_size: int, chunk_tokens: int
+) -> None:
+    config = RunnerConfig(
+        num_blocks=1024 // block_size,
+        block_size=block_size,
+        kernels=kernels,
+        kernels_folder=Config().model.kernels_path,
+    )
+    runner = open_runner(folder, config)
     driver = LocalDriver(runner, chunk_tokens=chunk_tokens, shuffle_seed=block_size)
     report = check_parity(driver.generate, reference, random_prompts(LENGTHS, VOCAB_SIZE), NUM_TOKENS)
     assert not report.mismatches, str(report)

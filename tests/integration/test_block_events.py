@@ -18,7 +18,7 @@ from engine.block_events import BlockEvents, PendingChanges
 from engine.block_pool import BlockPool
 from kvferry.block_changes import BlockChanges, NumberedChanges
 from kvferry.block_hash import hash_blocks, hash_root
-from kvferry.client import Client, GenerateOptions
+from kvferry.client import AsyncClient, GenerateOptions
 from kvferry.config import Config
 from kvferry.kv_layout import KvLayout
 from kvferry.rpc import RpcChannel
@@ -247,11 +247,11 @@ async def test_evictions_are_followed(tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def running_router(config: Config, *decode: str) -> AsyncIterator[tuple[RouterApp, Client]]:
+async def running_router(config: Config, *decode: str) -> AsyncIterator[tuple[RouterApp, AsyncClient]]:
     telemetry = start_telemetry(config.telemetry, "router", "router")
     async with RouterApp(config.replace("router", decode=list(decode)), telemetry) as router:
         assert await router.wait_ready(10.0)
-        async with Client(router.address) as client:
+        async with AsyncClient(router.address) as client:
             yield router, client
     await telemetry.shutdown()
 

@@ -11,7 +11,7 @@ import pytest
 from pydantic import SecretStr
 
 from kvferry.cli.cache import EXAMPLE_SYSTEM
-from kvferry.client import Client, GenerateOptions
+from kvferry.client import AsyncClient, GenerateOptions
 from kvferry.config import TenantConfig
 from router.text.chat_template import ChatMessage
 from router.text.tokenizer import TextTokenizer
@@ -142,7 +142,7 @@ async def test_a_worker_that_is_gone_is_told_and_the_others_are_flushed(tmp_path
         await deployment.decode[1].server.drain(0.0)
         while len(deployment.router.membership.ready(deployment.router.membership.decode[0].role)) > 1:
             await deployment.router.membership.changes.wait_next()
-        async with Client(deployment.router.address) as client:
+        async with AsyncClient(deployment.router.address) as client:
             flushed = {worker.worker: worker for worker in await client.flush_prefix_cache()}
         assert flushed["prefill-0"].num_blocks >= 3 and not flushed["prefill-0"].error
         assert "connecting" in flushed["decode-1"].error
@@ -154,7 +154,7 @@ async def test_the_figures_are_on_metrics(tmp_path: Path) -> None:
     config = deployment_config(chat_folder(tmp_path / "model"), num_blocks=16)
     tenants = (TenantConfig(name="a", api_keys=(SecretStr(KEY),)),)
     async with running_deployment(config.model_copy(update={"tenants": tenants})) as deployment:
-        async with Client(deployment.router.address, api_key=KEY) as client:
+        async with AsyncClient(deployment.router.address, api_key=KEY) as client:
             for first in range(8):
                 options = GenerateOptions(prompt=[first, *PROMPT[1:]], max_tokens=2, ignore_eos=True)
                 for _ in range(2):

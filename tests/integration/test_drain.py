@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from engine.scripted import load_script_config, reference_continuation
-from kvferry.client import Client, Completion, GenerateOptions
+from kvferry.client import AsyncClient, Completion, GenerateOptions
 from kvferry.config import Config
 from kvferry.errors import FailedPrecondition, InvalidArgument, NotFound, PermissionDenied, Unavailable
 from kvferry.telemetry import Metrics, start_telemetry
@@ -55,7 +55,7 @@ class Fleet:
 
     config: Config
     router: RouterApp
-    client: Client
+    client: AsyncClient
     processes: dict[str, WorkerProcess]
     metrics: Metrics
 
@@ -92,7 +92,7 @@ async def running_fleet(folder: Path, config: Config) -> AsyncIterator[Fleet]:
         stack.push_async_callback(telemetry.shutdown)
         router = await stack.enter_async_context(RouterApp(router_config, telemetry))
         await until(lambda: _all_ready(router))
-        client = await stack.enter_async_context(Client(router.address))
+        client = await stack.enter_async_context(AsyncClient(router.address))
         yield Fleet(config, router, client, dict(zip(addresses, workers, strict=True)), telemetry.metrics)
 
 
@@ -376,11 +376,11 @@ async def test_only_administrators_drain(tmp_path: Path) -> None:
         {"name": "ops", "api_keys": ["ops-key-ops"], "admin": True},
     ]
     async with running_deployment(Config(**values), num_decode=2) as deployment:
-        async with Client(deployment.router.address, api_key="search-key") as client:
+        async with AsyncClient(deployment.router.address, api_key="search-key") as client:
             with pytest.raises(PermissionDenied, match="'search'"):
                 await client.undrain_worker("decode-0")
             with pytest.raises(PermissionDenied, match="only an administrator may drain workers"):
                 async with client.drain_worker("decode-0") as progress:
                     await anext(progress)
-        async with Client(deployment.router.address, api_key="ops-key-ops") as client:
+        async with AsyncClient(deployment.router.address, api_key="ops-key-ops") as client:
             assert not (await client.undrain_worker("decode-0")).was_draining

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from engine.scripted import load_script_config, reference_continuation
-from kvferry.client import Client, Completion, GenerateOptions
+from kvferry.client import AsyncClient, Completion, GenerateOptions
 from kvferry.config import Config
 from kvferry.errors import Unavailable
 from kvferry.rpc import options
@@ -31,7 +31,7 @@ LATE_BLOCK = 3
 class Stream:
     """A request under way."""
 
-    def __init__(self, client: Client, prompt: list[int], max_tokens: int) -> None:
+    def __init__(self, client: AsyncClient, prompt: list[int], max_tokens: int) -> None:
         self._options = GenerateOptions(prompt=prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         self._client = client
         self.completion = Completion()
@@ -106,7 +106,7 @@ async def test_a_connection_reset_in_mid_shipment_costs_that_request_a_retry_and
 class Scene:
     """A deployment that computes one prompt at a time, and a client of it behind a relay."""
 
-    def __init__(self, deployment: Deployment, client: Client, relay: Relay) -> None:
+    def __init__(self, deployment: Deployment, client: AsyncClient, relay: Relay) -> None:
         self.deployment = deployment
         self.client = client
         self.relay = relay
@@ -132,7 +132,7 @@ async def scene(folder: Path) -> AsyncIterator[Scene]:
     async with (
         running_deployment(config) as deployment,
         Relay() as relay,
-        Client(relay.address) as client,
+        AsyncClient(relay.address) as client,
     ):
         relay.forward_to(deployment.router.address)
         yield Scene(deployment, client, relay)

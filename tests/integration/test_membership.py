@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.client import Client, GenerateOptions, PinOptions
+from kvferry.client import AsyncClient, GenerateOptions, PinOptions
 from kvferry.config import Config, ModelConfig, to_toml
 from kvferry.errors import (
     InvalidArgument,
@@ -50,7 +50,7 @@ class Running:
     """A router and a client of it."""
 
     app: RouterApp
-    client: Client
+    client: AsyncClient
 
     @property
     def states(self) -> dict[str, str]:
@@ -73,7 +73,7 @@ class Running:
 async def running_router(config: Config, **router: object) -> AsyncIterator[Running]:
     config = config.replace("router", **router)
     telemetry = start_telemetry(config.telemetry, "router", "router")
-    async with RouterApp(config, telemetry) as app, Client(app.address) as client:
+    async with RouterApp(config, telemetry) as app, AsyncClient(app.address) as client:
         yield Running(app, client)
     await telemetry.shutdown()
 
@@ -430,7 +430,7 @@ async def test_the_commands_join_and_serve(folder: Path, tmp_path: Path) -> None
             assert ready["address"].startswith("127.0.0.1:")
         serve = command(tmp_path, "router", "--listen", router, "--accept-joins", *own)
         await asyncio.to_thread(stack.enter_context, serve)
-        async with Client(router) as client:
+        async with AsyncClient(router) as client:
             async with asyncio.timeout(30.0):
                 while [worker.state for worker in await client.workers()] != ["ready", "ready"]:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)  # another process's state
@@ -449,7 +449,7 @@ async def test_up_serves_several_models(folder: Path, tmp_path: Path) -> None:
         up = command(tmp_path, "up", "--prefill", "0", "--decode", "1", "--ready-json", "--config", str(file))
         ready = await asyncio.to_thread(stack.enter_context, up)
         assert [worker["id"] for worker in ready["workers"]] == ["decode-0", "other-decode-0"]
-        async with Client(ready["grpc"]) as client:
+        async with AsyncClient(ready["grpc"]) as client:
             for name in ("scripted", "other", "tiny"):
                 options = GenerateOptions(OPTIONS.prompt, model=name, max_tokens=4, temperature=0.0)
                 completion = await client.complete(options, timeout_s=20.0)

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from engine.scripted import load_script_config, reference_continuation
-from kvferry.client import Client, GenerateOptions
+from kvferry.client import AsyncClient, GenerateOptions
 from kvferry.config import Config
 from kvferry.errors import Unavailable
 from kvferry.rpc import RpcChannel
@@ -42,7 +42,7 @@ class Routed:
     """A router, and a client of it."""
 
     router: RouterApp
-    client: Client
+    client: AsyncClient
     config: Config
 
     async def check_serves(self) -> None:
@@ -68,7 +68,7 @@ async def routed(config: Config, *, prefill: Sequence[str], decode: Sequence[str
         stack.push_async_callback(telemetry.shutdown)
         async with asyncio.timeout(AT_ONCE_S):
             router = await stack.enter_async_context(app)
-        yield Routed(router, await stack.enter_async_context(Client(router.address)), config)
+        yield Routed(router, await stack.enter_async_context(AsyncClient(router.address)), config)
 
 
 # -- lost later -------------------------------------------------------------------------------------------------------

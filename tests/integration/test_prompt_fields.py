@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.scripted import load_script_config, reference_continuation, scripted_logprob
-from kvferry.client import ChatMessage, Client, Completion, GenerateOptions
+from kvferry.client import AsyncClient, ChatMessage, Completion, GenerateOptions
 from kvferry.config import Config
 from kvferry.errors import InvalidArgument
 from kvferry.rpc import RpcChannel
@@ -39,7 +39,7 @@ async def deployment(config: Config) -> AsyncIterator[Deployment]:
         await deployment.assert_idle()
 
 
-async def ask(client: Client, prompt: str | Sequence[int] | Sequence[ChatMessage], **fields: object) -> Completion:
+async def ask(client: AsyncClient, prompt: str | Sequence[int] | Sequence[ChatMessage], **fields: object) -> Completion:
     values = {"max_tokens": 5, "temperature": 0.0, "ignore_eos": True, **fields}
     return await client.complete(GenerateOptions(prompt=prompt, **values), timeout_s=60.0)  # type: ignore[arg-type]
 
@@ -197,7 +197,7 @@ async def test_resumes_that_cannot_be_are_refused(
 
 @pytest.mark.processes
 async def test_a_prefill_worker_killed_within_the_prompt_changes_nothing(tmp_path: Path, config: Config) -> None:
-    """Each place comes once: `Client.complete` refuses one that is doubled or missing."""
+    """Each place comes once: `AsyncClient.complete` refuses one that is doubled or missing."""
     faulty = config.replace("faults", allow_faults=True, kill_prefill_at_step=4)
     async with (
         running_worker("prefill", config) as well,

@@ -12,7 +12,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 
 from engine.scripted import ScriptConfig, load_script_config, reference_continuation
-from kvferry.client import Client, Completion, GenerateOptions
+from kvferry.client import AsyncClient, Completion, GenerateOptions
 from kvferry.cluster import Endpoints, LocalCluster
 from kvferry.config import Config
 from tests.support.deployment import Deployment, chat_folder, deployment_config, running_deployment
@@ -39,7 +39,7 @@ def config(tmp_path: Path, request: pytest.FixtureRequest) -> Config:
     return config.replace("transfer", transport=request.param)
 
 
-async def ask(client: Client) -> Completion:
+async def ask(client: AsyncClient) -> Completion:
     options = GenerateOptions(prompt=PROMPT, max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
     return await client.complete(options, timeout_s=60.0)
 
@@ -138,7 +138,7 @@ async def test_a_stream_survives_the_death_of_its_decode_worker(tmp_path: Path) 
         return next(worker.pid for worker in endpoints.workers if worker.role == "decode")
 
     killed = rehearsing(config, kill_decode_at_step=8)
-    async with LocalCluster(killed) as cluster, Client(cluster.endpoints.grpc) as client:
+    async with LocalCluster(killed) as cluster, AsyncClient(cluster.endpoints.grpc) as client:
         pid_before = decode_pid(cluster.endpoints)
         answer = await ask(client)
         assert is_right(config, answer)

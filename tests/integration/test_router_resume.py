@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import logging
 import signal
@@ -15,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.client import ChatMessage, Client, Completion, GenerateOptions
+from kvferry.client import AsyncClient, ChatMessage, Completion, GenerateOptions
+from kvferry.sync_client import Client
 from tests.support.routers import routed
 from tests.support.workers import until
 
@@ -54,7 +56,7 @@ async def all_advance(num_tokens: Sequence[int]) -> None:
 @pytest.mark.timeout(300)
 async def test_killed_routers_change_no_stream(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="kvferry.client_resume")
-    async with routed(tmp_path) as deployment, Client([r.address for r in deployment.routers]) as client:
+    async with routed(tmp_path) as deployment, AsyncClient([r.address for r in deployment.routers]) as client:
         golden = [
             await client.complete(options_of(number), timeout_s=REQUEST_TIMEOUT_S) for number in range(NUM_STREAMS)
         ]
@@ -95,7 +97,7 @@ async def test_one_router_that_is_started_again_goes_on(tmp_path: Path) -> None:
     """Text goes on behind what came, from a router that knows nothing of it."""
     async with (
         routed(tmp_path, num_routers=1, num_workers=1) as deployment,
-        Client(deployment.routers[0].address, resume=True) as client,
+        AsyncClient(deployment.routers[0].address, resume=True) as client,
     ):
         (router,), options, was_killed = deployment.routers, options_of(3), False
         golden, completion = await client.complete(options, timeout_s=REQUEST_TIMEOUT_S), Completion()
@@ -108,4 +110,28 @@ async def test_one_router_that_is_started_again_goes_on(tmp_path: Path) -> None:
                     await router.start()
         assert shown(completion) == shown(golden)
         assert "request_resumed" in router.log
+        await until(lambda: all(watch.is_idle for watch in deployment.watches))
+
+
+async def test_a_synchronous_client_outlives_a_router_too(tmp_path: Path) -> None:
+    """With a session, whose worker both routers know by its address."""
+    options = dataclasses.replace(options_of(2), session_id="s")
+    pieces: list[str] = []
+
+    def program(addresses: Sequence[str]) -> str:
+        with Client(addresses) as client:
+            golden = client.complete(options, timeout_s=REQUEST_TIMEOUT_S).text
+            with client.stream(options, timeout_s=REQUEST_TIMEOUT_S) as text:
+                pieces.extend(text)  # one by one
+        return golden
+
+    async with routed(tmp_path, num_workers=1) as deployment:
+        reading = asyncio.create_task(asyncio.to_thread(program, [router.address for router in deployment.routers]))
+        await until(lambda: len(pieces) >= 5 or reading.done(), 60.0)
+        for router in deployment.routers:  # whichever serves it
+            await router.end()
+        await deployment.routers[0].start()
+        assert await reading == "".join(pieces)
+        assert "request_resumed" in deployment.routers[0].log
+        await deployment.routers[1].start()
         await until(lambda: all(watch.is_idle for watch in deployment.watches))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.client import Choice, Client, GenerateOptions
+from kvferry.client import AsyncClient, Choice, GenerateOptions
 from kvferry.config import Config
 from kvferry.errors import FailedPrecondition, InvalidArgument
 from kvferry.sampling import FinishKind
@@ -86,7 +86,7 @@ def options(number: int, **changed: Any) -> GenerateOptions:
     return GenerateOptions(**values)
 
 
-async def choices_of(client: Client, numbers: range, **changed: Any) -> list[list[Choice]]:
+async def choices_of(client: AsyncClient, numbers: range, **changed: Any) -> list[list[Choice]]:
     at_once = asyncio.Semaphore(16)
 
     async def one(number: int) -> list[Choice]:
@@ -167,7 +167,7 @@ async def test_a_killed_decode_worker_changes_no_output(tmp_path: Path, config: 
         stack.push_async_callback(telemetry.shutdown)
         router = await stack.enter_async_context(RouterApp(config.replace("router", **addresses), telemetry))
         assert await router.wait_ready(30.0), router.why_not_ready()
-        client = await stack.enter_async_context(Client(router.address))
+        client = await stack.enter_async_context(AsyncClient(router.address))
         answers, tagged = await asyncio.gather(choices_of(client, range(9)), choices_of(client, range(4), **TAGGED))
         assert await killed.exit_code() == -9
     assert ids(answers + tagged) == ids(quiet)
@@ -245,7 +245,7 @@ async def test_hostile_constraints_fail_or_serve_and_leave_others_alone(config: 
     assert len(fields) >= 50
     ends: list[str] = []
 
-    async def attack(client: Client) -> None:
+    async def attack(client: AsyncClient) -> None:
         for number, one in enumerate(fields):
             changed = {"json_schema": None, "regex": None, "choice": (), "max_tokens": 20, **one}
             try:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvferry.client import Client, GenerateOptions
+from kvferry.client import AsyncClient, GenerateOptions
 from kvferry.errors import KvferryError
 from kvferry.rpc import Liveness, RpcChannel, ask_liveness
 from tests.support.deployment import chat_folder
@@ -49,7 +49,7 @@ class Up:
 
     ready: dict[str, Any]
     log: Path
-    client: Client
+    client: AsyncClient
 
     def crashes(self) -> list[dict[str, Any]]:
         """Its events of crashed workers."""
@@ -88,7 +88,7 @@ async def running_up(folder: Path) -> AsyncIterator[Up]:
             line = await asyncio.to_thread(up.stdout.readline)
         assert line, log.read_text()
         ready = json.loads(line)
-        async with Client(ready["grpc"]) as client:
+        async with AsyncClient(ready["grpc"]) as client:
             yield Up(ready, log, client)
         up.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(up.wait, TIMEOUT_S) == 0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from kvferry.client import Client, Completion, GenerateOptions, PinOptions, Prompt
+from kvferry.client import AsyncClient, Completion, GenerateOptions, PinOptions, Prompt
 from kvferry.config import Config, TenantConfig
 from kvferry.errors import InvalidArgument, PermissionDenied, ResourceExhausted, Unauthenticated
 from kvferry.rpc import RpcChannel
@@ -32,7 +32,7 @@ class Tenants:
     """A deployment's router, and a client of each tenant."""
 
     address: str
-    clients: dict[str, Client]
+    clients: dict[str, AsyncClient]
 
     async def ask(self, caller: str, prompt: Prompt, max_tokens: int | None = 4, **options: Any) -> Completion:
         values = {"temperature": 0.0, "ignore_eos": True, **options}
@@ -64,7 +64,7 @@ async def serving(folder: Path, **script: Any) -> AsyncIterator[Tenants]:
     base = deployment_config(chat_folder(folder, **script), num_blocks=NUM_BLOCKS)
     config = Config(model=base.model, engine=base.engine, transfer=base.transfer, router=base.router, tenants=tenants)
     async with running_deployment(config) as deployment:
-        clients = {name: Client(deployment.router.address, api_key=key) for name, key in KEYS.items()}
+        clients = {name: AsyncClient(deployment.router.address, api_key=key) for name, key in KEYS.items()}
         try:
             yield Tenants(deployment.router.address, clients)
             await clients["root"].flush_prefix_cache()  # ends the pins
@@ -90,7 +90,7 @@ def prompt(seed: int, num_tokens: int = PROMPT_TOKENS) -> list[int]:
 
 async def test_every_call_needs_a_key_that_is_known(tenants: Tenants) -> None:
     for key in (None, "nobody-has-this-key"):
-        async with Client(tenants.address, api_key=key) as client:
+        async with AsyncClient(tenants.address, api_key=key) as client:
             for call in (
                 client.complete(GenerateOptions(prompt=[1, 2], max_tokens=1)),
                 client.abort("x"),

@@ -17,7 +17,7 @@ from openai import AsyncOpenAI, BadRequestError
 from transformers import PreTrainedTokenizerFast
 
 from engine.scripted import ScriptConfig
-from kvferry.client import ChatMessage, Client, GenerateOptions, PinOptions, Tool, ToolCall
+from kvferry.client import AsyncClient, ChatMessage, GenerateOptions, PinOptions, Tool, ToolCall
 from kvferry.config import Config
 from kvferry.errors import InvalidArgument
 from kvferry.sampling import FinishKind
@@ -340,7 +340,7 @@ async def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path) -> None:
             await client.chat.completions.create(model="", **base)
 
 
-async def _refused_over_grpc(client: Client) -> None:
+async def _refused_over_grpc(client: AsyncClient) -> None:
     options = GenerateOptions(prompt=[ChatMessage("user", "x")], tools=[Tool("f")])
     with pytest.raises(InvalidArgument, match=r"prompt\.chat\.tools: the model's chat template has no tools"):
         await client.complete(options)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.support.commands import ROOT, plain_environment
+
+EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 KVFERRY = [sys.executable, "-m", "kvferry.cli.app"]
 TIMEOUT_S = 90.0
 
@@ -113,3 +118,28 @@ def test_a_killed_worker_is_started_again_and_serves(up: dict[str, Any]) -> None
             break
         time.sleep(0.2)  # another process's state; there is nothing to wait on
     assert generate(up, *prompt)["choices"][0]["token_ids"] == before
+
+
+def output_of(program: str) -> str:
+    """What it writes; fails where it writes an error or does not end."""
+    environment = {**plain_environment(), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert (done.returncode, done.stderr) == (0, ""), program
+    return done.stdout
+
+
+def test_the_readmes_examples_run_and_say_what_they_should(up: dict[str, Any]) -> None:
+    """Each as a program of its own."""
+    examples = EXAMPLE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    places = {"127.0.0.1:50051": up["grpc"], "http://127.0.0.1:8000": up["http"]}
+    for name, place in places.items():
+        examples = [example.replace(name, place) for example in examples]
+    with ThreadPoolExecutor(len(examples)) as threads:
+        chat, streams, fields, errors, openai = threads.map(output_of, examples)
+    assert "Paris" in chat and "Paris" in streams and openai
+    assert "kind=<FinishKind.LENGTH" in streams
+    *beams, answer, score, ids = fields.splitlines()
+    assert len(beams) >= 2 and answer in ("yes", "no") and float(score) < 0 and ids.endswith("Paris is in France")
+    assert errors.startswith("sampling.top_p sampling.top_p: 2")

@@ -2,7 +2,7 @@
 
 A request has one lifecycle, or after a split one for each choice that is not over. What workers send becomes an event a
 little later, so events of an attempt may arrive after it was given up. When its router crashes, the client goes on at
-another one with the tokens that reached it, as `kvferry.Client` does.
+another one with the tokens that reached it, as `kvferry.AsyncClient` does.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from engine.scripted import SCRIPT_FILE
-from kvferry.client import Client
+from kvferry.client import AsyncClient
 from kvferry.config import Config, EngineConfig, ModelConfig, RouterConfig, TransferConfig
 from kvferry.telemetry import Telemetry, start_telemetry
 from kvferry.worker_process import RunningWorker
@@ -31,7 +31,7 @@ class Deployment:
     router: RouterApp
     prefill: Sequence[RunningWorker]
     decode: Sequence[RunningWorker]
-    client: Client
+    client: AsyncClient
     telemetry: Telemetry
     exporter: InMemorySpanExporter
 
@@ -107,5 +107,5 @@ async def running_deployment(
         router = await stack.enter_async_context(RouterApp(router_config, telemetry))
         assert await router.wait_ready(10.0), router.why_not_ready()
         tracer = telemetry.tracer if client_tracing else None
-        client = await stack.enter_async_context(Client(router.address, tracer=tracer))
+        client = await stack.enter_async_context(AsyncClient(router.address, tracer=tracer))
         yield Deployment(router, prefill, decode, client, telemetry, exporter)

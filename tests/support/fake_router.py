@@ -83,6 +83,14 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer):
     async def ListWorkers(self, request: Any, context: Any) -> inference_pb2.ListWorkersResponse:
         return inference_pb2.ListWorkersResponse(workers=self._workers)
 
+    async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
+        return inference_pb2.TokenizeResponse(token_ids=request.text.encode())
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: Any
+    ) -> inference_pb2.DetokenizeResponse:
+        return inference_pb2.DetokenizeResponse(text=bytes(request.token_ids).decode())
+
 
 async def start_fake_router(fake: FakeRouter, listen: str = "127.0.0.1:0") -> tuple[RpcServer, str]:
     """The running server and its address."""

@@ -55,6 +55,16 @@ class InferenceServiceStub:
                 request_serializer=proto_dot_kvferry_dot_v1_dot_inference__pb2.ListWorkersRequest.SerializeToString,
                 response_deserializer=proto_dot_kvferry_dot_v1_dot_inference__pb2.ListWorkersResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/kvferry.v1.InferenceService/Tokenize',
+                request_serializer=proto_dot_kvferry_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=proto_dot_kvferry_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/kvferry.v1.InferenceService/Detokenize',
+                request_serializer=proto_dot_kvferry_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=proto_dot_kvferry_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -89,6 +99,20 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """The token ids that `Generate` makes of a prompt; no worker does anything.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """The text of token ids.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +135,16 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.ListWorkers,
                     request_deserializer=proto_dot_kvferry_dot_v1_dot_inference__pb2.ListWorkersRequest.FromString,
                     response_serializer=proto_dot_kvferry_dot_v1_dot_inference__pb2.ListWorkersResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=proto_dot_kvferry_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=proto_dot_kvferry_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=proto_dot_kvferry_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=proto_dot_kvferry_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +256,60 @@ class InferenceService:
             '/kvferry.v1.InferenceService/ListWorkers',
             proto_dot_kvferry_dot_v1_dot_inference__pb2.ListWorkersRequest.SerializeToString,
             proto_dot_kvferry_dot_v1_dot_inference__pb2.ListWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.InferenceService/Tokenize',
+            proto_dot_kvferry_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            proto_dot_kvferry_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.InferenceService/Detokenize',
+            proto_dot_kvferry_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            proto_dot_kvferry_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,10 @@ class InferenceServiceStub:
     """Model, limits, layout and versions."""
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListWorkersRequest, _inference_pb2.ListWorkersResponse]
     """The workers behind this router and their state."""
+    Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
+    """The token ids that `Generate` makes of a prompt; no worker does anything."""
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
+    """The text of token ids."""
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -55,6 +59,10 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Model, limits, layout and versions."""
     ListWorkers: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListWorkersRequest, _inference_pb2.ListWorkersResponse]  # type: ignore[assignment]
     """The workers behind this router and their state."""
+    Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
+    """The token ids that `Generate` makes of a prompt; no worker does anything."""
+    Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """The text of token ids."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """Text and token generation. A stream that ends with status OK is complete: every token of it was sent once, in order."""
@@ -90,5 +98,21 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ListWorkersResponse, _abc.Awaitable[_inference_pb2.ListWorkersResponse]]:
         """The workers behind this router and their state."""
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _inference_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.TokenizeResponse, _abc.Awaitable[_inference_pb2.TokenizeResponse]]:
+        """The token ids that `Generate` makes of a prompt; no worker does anything."""
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _inference_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.DetokenizeResponse, _abc.Awaitable[_inference_pb2.DetokenizeResponse]]:
+        """The text of token ids."""
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

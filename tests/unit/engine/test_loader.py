@@ -21,13 +21,14 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     T5Config,
 )
 
 from engine import loader
 from engine.forward_batch import SequenceSlice
 from engine.kv_cache import PagedKvCache
-from engine.loader import LoadedModel, load_model
+from engine.loader import GenericForward, LoadedModel, load_model
 from engine.model_folder import INDEX_FILE, SINGLE_WEIGHTS_FILE, model_fingerprint
 from engine.paged_attention import ATTENTION_NAME, build_paged_batch, paged_attention_forward
 from kvferry.errors import FailedPrecondition
@@ -59,6 +60,11 @@ def load(folder: Path, dtype: str = "float32", max_context: int | None = None) -
     return load_model(folder, dtype=dtype, block_size=16, max_context=max_context)
 
 
+def model_of(loaded: LoadedModel) -> PreTrainedModel:
+    assert isinstance(loaded.forward, GenericForward)
+    return loaded.forward.model
+
+
 def edit_config(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -80,7 +86,7 @@ def save(folder: Path, config: PreTrainedConfig) -> Path:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_architectures_load(tmp_path: Path, architecture: str, dtype: str) -> None:
     loaded = load(save_tiny_model(tmp_path / architecture, architecture), dtype)
-    assert {parameter.dtype for parameter in loaded.model.parameters()} == {getattr(torch, dtype)}
+    assert {parameter.dtype for parameter in model_of(loaded).parameters()} == {getattr(torch, dtype)}
     assert (loaded.layout.num_layers, loaded.layout.head_dim, loaded.layout.dtype) == (NUM_LAYERS, 16, dtype)
     assert (loaded.max_context, loaded.vocab_size) == (MAX_CONTEXT, VOCAB_SIZE)
 
@@ -88,7 +94,7 @@ def test_architectures_load(tmp_path: Path, architecture: str, dtype: str) -> No
 def test_a_sharded_folder_is_the_same_model(llama: Path, tmp_path: Path) -> None:
     sharded = save_tiny_model(tmp_path / "sharded", "llama", max_shard_size="100KB")
     assert len(list(sharded.glob("*.safetensors"))) > 2
-    whole, parts = load(llama).model.state_dict(), load(sharded).model.state_dict()
+    whole, parts = model_of(load(llama)).state_dict(), model_of(load(sharded)).state_dict()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
@@ -257,7 +263,7 @@ def test_a_model_that_computes_something_else_is_refused(llama: Path, monkeypatc
 def test_tied_output_weights_are_fine(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "tied", "llama_tied")
     assert "lm_head.weight" not in load_file(folder / SINGLE_WEIGHTS_FILE)
-    weights = load(folder).model.state_dict()
+    weights = model_of(load(folder)).state_dict()
     assert weights["lm_head.weight"].data_ptr() == weights["model.embed_tokens.weight"].data_ptr()
 
 
@@ -290,8 +296,10 @@ def test_logits_are_only_computed_for_the_rows_asked(llama: Path) -> None:
     reference = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
     with torch.inference_mode():
         expected = reference(torch.tensor([[5, 6, 7]])).logits[0]
-    torch.testing.assert_close(loaded.logits(batch, torch.tensor([0, 2])), expected[[0, 2]], rtol=1e-4, atol=1e-4)
-    assert loaded.logits(batch, torch.tensor([], dtype=torch.int64)).shape == (0, VOCAB_SIZE)
+    torch.testing.assert_close(
+        loaded.forward.logits(batch, torch.tensor([0, 2])), expected[[0, 2]], rtol=1e-4, atol=1e-4
+    )
+    assert loaded.forward.logits(batch, torch.tensor([], dtype=torch.int64)).shape == (0, VOCAB_SIZE)
 
 
 def test_tiny_config_of_nothing() -> None:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from kvferry import __version__
 from kvferry.config import load_config
+from kvferry.errors import Unavailable
 from proto.kvferry.v1 import inference_pb2
-from tests.support.commands import CommandServer, Outcome, plain_environment
+from tests.support.commands import Outcome
 from tests.support.fake_router import TEXT, FakeRouter, events, start_fake_router
+from tests.unit.kvferry.conftest import Kvferry, Running
 
 pytestmark = pytest.mark.processes
 
@@ -41,57 +40,6 @@ COMMANDS = [
     ("cache", "unpin"),
     ("config",),
 ]
-WORKER = inference_pb2.WorkerInfo(
-    id="decode-0", role="decode", pid=9, address="127.0.0.1:5", state="ready", num_blocks=3
-)
-
-
-@pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    """No configuration but the defaults; the cache is empty."""
-    return {**plain_environment(), "KVFERRY_MODEL__CACHE_DIR": str(tmp_path / "cache")}
-
-
-class Kvferry(Protocol):
-    """Runs `kvferry ARGUMENTS` to its end."""
-
-    async def __call__(self, environment: dict[str, str], *arguments: str, stdin: str | bytes = "") -> Outcome: ...
-
-
-@pytest.fixture
-def kvferry(commands: CommandServer) -> Kvferry:
-    async def run(environment: dict[str, str], *arguments: str, stdin: str | bytes = "") -> Outcome:
-        data = stdin.encode() if isinstance(stdin, str) else stdin
-        return await commands.run(*arguments, environment=environment, stdin=data)
-
-    return run
-
-
-async def started_anew(environment: dict[str, str], *arguments: str, stdin: bytes) -> Outcome:
-    """By an interpreter that finds this environment at its start."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvferry.cli.app", *arguments),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=environment,
-    )
-    stdout, stderr = await process.communicate(stdin)
-    return Outcome(process.returncode, stdout.decode(), stderr.decode())
-
-
-@dataclass(frozen=True, slots=True)
-class Running:
-    fake: FakeRouter
-    address: str
-
-
-@pytest_asyncio.fixture
-async def router() -> AsyncIterator[Running]:
-    fake = FakeRouter([WORKER])
-    server, address = await start_fake_router(fake)
-    yield Running(fake, address)
-    await server.drain(0)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -195,31 +143,103 @@ async def test_generate_asks_for_penalties_bias_and_logprobs(
     assert (bad.code, bad.stderr) == (1, "error: --logit-bias: must be ID=VALUE, such as 42=-100, got 'dog=1'\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "field", "value"),
+    [
+        (("--json-schema", '{"type": "object"}'), "json_schema", '{"type": "object"}'),
+        (("--json-schema", "FILE"), "json_schema", '{"a": 1}'),
+        (("--json-object",), "json_object", True),
+        (("--regex", "[0-9]+"), "regex", "[0-9]+"),
+        (("--choice", "yes", "--choice", "no"), "choice", inference_pb2.Choices(choices=["yes", "no"])),
+        (("--grammar", 'start: "a"'), "grammar", 'start: "a"'),
+        (("--grammar", "FILE"), "grammar", '{"a": 1}'),
+        (("--session-id", "s"), "session_id", "s"),
+    ],
+)
+async def test_generate_constrains_the_output(
+    kvferry: Kvferry,
+    environment: dict[str, str],
+    router: Running,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    field: str,
+    value: object,
+) -> None:
+    file = tmp_path / "file"
+    file.write_text('{"a": 1}')
+    given = [str(file) if argument == "FILE" else argument for argument in arguments]
+    outcome = await kvferry(environment, "generate", "--target", router.address, *given, "x")
+    assert outcome == Outcome(0, TEXT + "\n", "")
+    (request,) = router.fake.requests
+    assert getattr(request, field) == value
+    assert request.WhichOneof("constraint") == (None if field == "session_id" else field)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("--json-object", "--regex", "a"), "--regex: cannot be combined with --json-object"),
+        (("--choice", "a", "--grammar", "b: c"), "--grammar: cannot be combined with --choice"),
+        (("--json-schema", "{nothing"), "--json-schema: is not JSON: "),
+        (("--json-schema", "/nowhere/schema.json"), "--json-schema: /nowhere/schema.json cannot be read: No such file"),
+        (("--json-schema", "pyproject.toml"), "--json-schema: pyproject.toml is not JSON: "),
+        (("--grammar", "nowhere.lark"), "--grammar: nowhere.lark cannot be read: No such file"),
+        (("--grammar", "x" * 5000), "--grammar: xxx"),
+        (("--include-stop",), "--include-stop: needs --stop"),
+    ],
+)
+async def test_generate_refuses_constraints_before_a_router_is_needed(
+    kvferry: Kvferry, environment: dict[str, str], arguments: tuple[str, ...], error: str
+) -> None:
+    outcome = await kvferry(environment, "generate", "--target", "127.0.0.1:1", *arguments, "x")
+    assert (outcome.code, outcome.stdout) == (1, "")
+    assert outcome.stderr.startswith(f"error: {error}") and len(outcome.stderr.splitlines()) == 1
+
+
+async def test_generate_keeps_the_stop_string_where_it_is_told_to(
+    kvferry: Kvferry, environment: dict[str, str], router: Running
+) -> None:
+    arguments = ("generate", "--target", router.address, "--stop", "is", "--include-stop", "x")
+    assert (await kvferry(environment, *arguments)).code == 0
+    expected = inference_pb2.StoppingOptions(stop=["is"], include_stop_str_in_output=True)
+    assert router.fake.requests[0].stopping == expected
+
+
+class BreakingRouter(FakeRouter):
+    """Its first response breaks off behind the first token; a resumed one has the rest."""
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]
+        self.requests.append(request)
+        begin, first, *rest = events(request)
+        begin.started.prompt_digest = b"digest"
+        await context.write(begin)
+        if not request.HasField("resume"):
+            await context.write(first)
+            raise Unavailable("the router is gone")
+        for event in rest:
+            await context.write(event)
+
+
+@pytest.mark.parametrize(("option", "goes_on"), [("--resume", True), ("--no-resume", False), (None, False)])
+async def test_a_response_goes_on_where_it_is_told_to(
+    kvferry: Kvferry, environment: dict[str, str], option: str | None, goes_on: bool
+) -> None:
+    fake = BreakingRouter()
+    server, address = await start_fake_router(fake)
+    arguments = [option] if option is not None else []
+    outcome = await kvferry(environment, "generate", "--target", address, *arguments, "x")
+    await server.drain(0)
+    if goes_on:
+        assert outcome == Outcome(0, TEXT + "\n", "")
+    else:
+        assert outcome == Outcome(1, TEXT[:5] + "\n", "error: the router is gone\n")
+
+
 async def test_target_comes_from_the_configuration_too(
     kvferry: Kvferry, environment: dict[str, str], router: Running
 ) -> None:
     outcome = await kvferry({**environment, "KVFERRY_ROUTER__GRPC_LISTEN": router.address}, "generate", "x")
     assert outcome == Outcome(0, TEXT + "\n", "")
-
-
-async def test_chat_keeps_the_conversation(kvferry: Kvferry, environment: dict[str, str], router: Running) -> None:
-    arguments = ["chat", "--target", router.address, "--system", "Be brief."]
-    outcome = await kvferry(environment, *arguments, stdin="one\ntwo\n")
-    assert outcome == Outcome(0, f"{TEXT}\n{TEXT}\n", "")
-    second = router.fake.requests[1]
-    assert [message.role for message in second.chat.messages] == ["system", "user", "assistant", "user"]
-    assert second.sampling == inference_pb2.SamplingOptions(temperature=0.2, top_p=0.9)
-
-
-@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
-async def test_failed_turn_is_told_and_dropped(environment: dict[str, str], router: Running, locale: str) -> None:
-    arguments = ["chat", "--target", router.address]
-    outcome = await started_anew({**environment, "LC_ALL": locale}, *arguments, stdin=b"ab\xff\xfe\ntwo\n")
-    assert (outcome.code, outcome.stdout) == (0, TEXT + "\n")
-    assert outcome.stderr.startswith("error: prompt.chat: ")
-    assert len(outcome.stderr.splitlines()) == 1
-    (request,) = router.fake.requests
-    assert [message.content for message in request.chat.messages] == ["two"]
 
 
 class SilentRouter(FakeRouter):

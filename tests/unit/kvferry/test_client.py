@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 
-from kvferry.client import ChatMessage, Client, GenerateOptions, PinOptions, Prompt, Tool, ToolCall
-from kvferry.errors import DataLoss, InvalidArgument
+from kvferry.client import AsyncClient, ChatMessage, GenerateOptions, PinOptions, Prompt, Tool, ToolCall
+from kvferry.errors import DataLoss, InvalidArgument, Unavailable
+from kvferry.rpc.retries import MAX_ATTEMPTS
 from kvferry.sampling import Finish, FinishKind
 from proto.kvferry.v1 import inference_pb2
 from tests.support.fake_router import TEXT, FakeRouter, start_fake_router
 
 
 @asynccontextmanager
-async def connected(fake: FakeRouter) -> AsyncIterator[Client]:
+async def connected(fake: FakeRouter) -> AsyncIterator[AsyncClient]:
     server, address = await start_fake_router(fake)
     try:
-        async with Client(address) as client:
+        async with AsyncClient(address) as client:
             yield client
     finally:
         await server.drain(0)
@@ -105,7 +107,7 @@ def test_options_of_the_cache_and_of_a_pin() -> None:
 @pytest.mark.parametrize("key", ["", "a b", "line\nfeed", "schlüssel"])
 async def test_a_key_that_no_header_can_carry_is_refused_without_repeating_it(key: str) -> None:
     with pytest.raises(InvalidArgument, match="printable ASCII") as caught:
-        Client("127.0.0.1:1", api_key=key)
+        AsyncClient("127.0.0.1:1", api_key=key)
     assert not key or key not in caught.value.message
 
 
@@ -133,3 +135,59 @@ def test_tools_and_their_turns_are_sent() -> None:
         PinOptions("here", "text", tools=tools).to_pb()
     with pytest.raises(InvalidArgument, match=r"prompt\.chat\.tools"):
         GenerateOptions(prompt=turns, tools=[Tool("\ud800")]).to_pb()
+
+
+# -- plain calls to routers that refuse them ---------------------------------------------------------------------------
+
+
+class Refusing(FakeRouter):
+    """Refuses its first calls."""
+
+    def __init__(self, num_refused: int) -> None:
+        super().__init__()
+        self.num_calls, self._num_refused = 0, num_refused
+
+    async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
+        self.num_calls += 1
+        if self.num_calls <= self._num_refused:
+            raise Unavailable("not now")
+        return await super().Tokenize(request, context)
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]
+        self.num_calls += 1
+        raise Unavailable("not now")
+
+
+async def test_a_plain_call_to_a_single_router_is_retried_and_a_request_is_not() -> None:
+    fake = Refusing(MAX_ATTEMPTS - 1)
+    async with connected(fake) as client:
+        assert await client.tokenize("A") == (65,)
+        assert fake.num_calls == MAX_ATTEMPTS
+        with pytest.raises(Unavailable, match="not now"):
+            await client.complete(GenerateOptions(prompt="x"))
+        assert fake.num_calls == MAX_ATTEMPTS + 1
+
+
+async def test_a_router_that_refuses_all_gets_few_calls_more() -> None:
+    """Retries are throttled: ten failures would be thirty calls."""
+    fake = Refusing(1000)
+    async with connected(fake) as client:
+        for number in range(10):
+            with pytest.raises(Unavailable, match="not now"):
+                await client.tokenize("A")
+            assert number or fake.num_calls == MAX_ATTEMPTS
+    assert fake.num_calls < 16
+
+
+async def test_of_several_routers_each_gets_a_plain_call_once() -> None:
+    fakes = [Refusing(1000) for _ in range(3)]
+    async with AsyncExitStack() as stack:
+        addresses: list[str] = []
+        for fake in fakes:
+            server, address = await start_fake_router(fake)
+            stack.push_async_callback(server.drain, 0)
+            addresses.append(address)
+        client = await stack.enter_async_context(AsyncClient(addresses))
+        with pytest.raises(Unavailable, match="not now"):
+            await client.tokenize("A")
+    assert [fake.num_calls for fake in fakes] == [1, 1, 1]

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry import client as client_module
 from kvferry import client_resume, client_routers
-from kvferry.client import Client, Completion, GenerateOptions
+from kvferry.client import AsyncClient, Completion, GenerateOptions
 from kvferry.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -101,7 +101,7 @@ class ScriptedRouter(FakeRouter):
 
 
 @asynccontextmanager
-async def connected(*routers: FakeRouter, dead: int = 0, **options: Any) -> AsyncIterator[Client]:
+async def connected(*routers: FakeRouter, dead: int = 0, **options: Any) -> AsyncIterator[AsyncClient]:
     """A client of the routers, and of some more addresses, first, at which nobody listens."""
     async with AsyncExitStack() as stack:
         addresses = [f"127.0.0.1:{port}" for port in range(1, 1 + dead)]
@@ -109,7 +109,7 @@ async def connected(*routers: FakeRouter, dead: int = 0, **options: Any) -> Asyn
             server, address = await start_fake_router(router)
             stack.push_async_callback(server.drain, 0)
             addresses.append(address)
-        yield await stack.enter_async_context(Client(addresses, **options))
+        yield await stack.enter_async_context(AsyncClient(addresses, **options))
 
 
 @pytest.fixture(autouse=True)
@@ -401,7 +401,7 @@ async def test_silence_is_bounded_by_default_where_another_router_can_go_on() ->
 @pytest.mark.parametrize("timeout_s", [0.0, 0.09, 3601.0, float("nan")])
 def test_a_limit_that_no_router_takes_is_refused(timeout_s: float) -> None:
     with pytest.raises(InvalidArgument, match=r"progress_timeout_s: must be 0\.1 … 3600 seconds"):
-        Client("127.0.0.1:1", progress_timeout_s=timeout_s)
+        AsyncClient("127.0.0.1:1", progress_timeout_s=timeout_s)
 
 
 # --- a request of which nothing has come ---
@@ -477,7 +477,7 @@ async def test_a_new_request_meets_a_router_that_is_just_back_where_the_other_on
     async with AsyncExitStack() as stack:
         other, other_address = await start_fake_router(draining)
         stack.push_async_callback(other.drain, 0)
-        client = await stack.enter_async_context(Client([address, other_address]))
+        client = await stack.enter_async_context(AsyncClient([address, other_address]))
         completing = asyncio.ensure_future(client.complete(OPTIONS))
         await until(lambda: len(draining.requests) == 1)
         server, _ = await start_fake_router(back, address)
@@ -540,4 +540,4 @@ async def test_plain_calls_do_not_stay_at_a_router_that_hangs(monkeypatch: pytes
 
 def test_a_client_needs_a_router() -> None:
     with pytest.raises(InvalidArgument, match="at least one"):
-        Client([])
+        AsyncClient([])

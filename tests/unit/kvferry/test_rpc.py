@@ -59,6 +59,8 @@ class Inference(inference_pb2_grpc.InferenceServiceServicer):
     async def ListWorkers(self, request: Any, context: Any) -> Any:
         return inference_pb2.ListWorkersResponse()
 
+    Tokenize = Detokenize = ListWorkers
+
 
 class Decode(worker_pb2_grpc.DecodeServiceServicer):
     """A two-way handler given by the test."""

@@ -8,6 +8,7 @@ import pytest
 
 from kvferry.errors import (
     Cancelled,
+    ContextExceeded,
     DataLoss,
     DeadlineExceeded,
     FailedPrecondition,
@@ -26,6 +27,7 @@ from kvferry.rpc.status import MAX_MESSAGE_CHARS, error_from_rpc, status_details
 ERRORS = [
     InvalidArgument("sampling.temperature", "must be at least 0, got -1"),
     UnsupportedField("beam_search"),
+    ContextExceeded("prompt", "has 300 tokens"),
     NotFound("no adapter x", field="adapter"),
     Unauthenticated("no API key"),
     PermissionDenied("another's", field="tenant"),

@@ -1,4 +1,4 @@
-"""Selection: least loaded, with room in the pool, and decode computing a prompt that no prefill pool can hold."""
+"""Selection: least loaded, with room in the pool; decode computing what no prefill pool can hold; sessions."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kvferry.errors import Unavailable
 from router.breaker import FAULTS_TO_OPEN, Breaker
 from router.model_workers import ModelWorkers
 from router.selection import Needs, PairSelector
+from router.session import Session
 from router.worker import Role
 
 
@@ -106,3 +107,78 @@ def test_a_worker_that_fails_again_and_again_is_left_alone_where_others_are_well
     assert chosen.decode is not None and chosen.decode.address == "well:1"
     alone = selector([Member("p:1", 8)], [sick]).choose(needs, excluding=frozenset())
     assert alone.decode is not None and alone.decode.address == "sick:1"
+
+
+# -- sessions ---------------------------------------------------------------------------------------------------------
+
+FLEET = [f"10.0.0.{number}:50061" for number in range(8)]
+SESSIONS = [Session("", f"session-{number}") for number in range(400)]
+
+
+def needs_of(session: Session) -> Needs:
+    return Needs(prefill=True, decode=True, session=session)
+
+
+def test_a_session_keeps_its_pair_and_sessions_spread() -> None:
+    """Whatever came between; another selector, as in another router, says the same."""
+    fleets = [[Member(address, 64) for address in addresses] for addresses in (FLEET, FLEET[::-1])]
+    one, other = (selector(fleet, fleet) for fleet in fleets)
+    pairs = [chosen(one, needs_of(session)) for session in SESSIONS]
+    assert pairs == [chosen(other, needs_of(session)) for session in SESSIONS]
+    counts = [sum(prefill == address for prefill, _ in pairs) for address in FLEET]
+    assert min(counts) > 25 and max(counts) < 80
+
+
+def test_a_worker_that_goes_moves_its_own_sessions_alone() -> None:
+    before = {session: session.preferred(FLEET) for session in SESSIONS}
+    for gone in FLEET:
+        left = [address for address in FLEET if address != gone]
+        after = {session: session.preferred(left) for session in SESSIONS}
+        assert {session for session in SESSIONS if after[session] != before[session]} == {
+            session for session in SESSIONS if before[session] == gone
+        }
+
+
+def test_sessions_of_two_tenants_have_nothing_in_common() -> None:
+    """Not even where tenant and name together read the same."""
+    names = [Session("a", f"b-{number}").preferred(FLEET) for number in range(50)]
+    assert names != [Session("ab", f"-{number}").preferred(FLEET) for number in range(50)]
+    assert names != [Session("c", f"b-{number}").preferred(FLEET) for number in range(50)]
+
+
+def loaded_fleet(session: Session, *, own: int, others: int, max_running: int = 0) -> list[Member]:
+    mine = session.preferred(FLEET)
+    return [Member(address, 64, load=own if address == mine else others, max_running=max_running) for address in FLEET]
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "max_running", "is_kept"),
+    [(8, 0, 0, True), (9, 0, 0, False), (9, 1, 0, True), (4, 3, 4, False), (6, 4, 4, True), (3, 0, 4, True)],
+)
+def test_a_session_goes_elsewhere_only_while_its_worker_is_much_busier_or_full(
+    own: int, others: int, max_running: int, is_kept: bool
+) -> None:
+    session = SESSIONS[0]
+    fleet = loaded_fleet(session, own=own, others=others, max_running=max_running)
+    told: list[tuple[Role, bool]] = []
+    workers = cast(ModelWorkers, Members(fleet, fleet))
+    select = PairSelector(workers, max_session_lead=8, count_session=lambda role, is_kept: told.append((role, is_kept)))
+    pair = chosen(select, needs_of(session))
+    assert [address == session.preferred(FLEET) for address in pair] == [is_kept, is_kept]
+    assert told == [(Role.PREFILL, is_kept), (Role.DECODE, is_kept)]
+    assert chosen(select, replace(needs_of(session), session=None)) != pair or not is_kept
+    assert len(told) == 2
+
+
+def test_a_session_leaves_workers_that_failed_it_are_ill_or_have_no_room() -> None:
+    session = SESSIONS[1]
+    fleet = [Member(address, 64) for address in FLEET]
+    mine = session.preferred(FLEET)
+    next_one = session.preferred([address for address in FLEET if address != mine])
+    assert chosen(selector(fleet, fleet), needs_of(session), excluding=frozenset({mine})) == (next_one, next_one)
+    small = [replace(member, num_blocks=4) if member.address == mine else member for member in fleet]
+    needs = replace(needs_of(session), num_prefill_blocks=5, num_decode_blocks=5)
+    assert chosen(selector(small, small), needs) == (next_one, next_one)
+    for _ in range(FAULTS_TO_OPEN):
+        fleet[FLEET.index(mine)].breaker.on_fault(time.monotonic())
+    assert chosen(selector(fleet, fleet), needs_of(session)) == (next_one, next_one)

@@ -10,6 +10,7 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
 from kvferry.errors import (
+    ContextExceeded,
     InvalidArgument,
     KvferryError,
     NotFound,
@@ -210,7 +211,7 @@ BAD: list[tuple[dict[str, Any], type[KvferryError], str]] = [
         for value in values
     ),
     ({"text": "a", "stopping": {"max_tokens": 0}}, InvalidArgument, "max_tokens: 0 .* 63"),
-    ({"text": "a", "stopping": {"max_tokens": 64}}, InvalidArgument, "max_tokens: 64 .* 63"),
+    ({"text": "a", "stopping": {"max_tokens": 64}}, ContextExceeded, "max_tokens: 64 .* 63"),
     ({"text": "a", "stopping": {"min_tokens": 9, "max_tokens": 8}}, InvalidArgument, "min_tokens: 9 .* 8"),
     ({"text": "a", "stopping": {"min_tokens": 64}}, InvalidArgument, "min_tokens"),
     ({"text": "a", "stopping": {"stop": ["a", ""]}}, InvalidArgument, r"stop\[1\]"),
@@ -246,6 +247,8 @@ BAD: list[tuple[dict[str, Any], type[KvferryError], str]] = [
     ({"text": "a", "cache": {"cache_salt": "x" * 257}}, InvalidArgument, "cache_salt.*256"),
     ({"text": "a", "cache": {"shared_salt": "x" * 257}}, InvalidArgument, "shared_salt.*256"),
     ({"text": "a", "tenant": "other"}, PermissionDenied, "tenant"),
+    ({"text": "a", "session_id": "x" * 257}, InvalidArgument, "session_id: has 257 characters; at most 256"),
+    ({"text": "a", "session_id": "a\nb"}, InvalidArgument, "session_id: .* not printable"),
     *(
         ({"text": "a", "sampling": sampling}, InvalidArgument, message)
         for sampling, message in (
@@ -316,7 +319,7 @@ def test_prompts_that_leave_no_room_are_refused(num_prompt_tokens: int) -> None:
 
 def test_prompt_and_output_share_the_context() -> None:
     assert fit(stopping(max_tokens=4), 60, LIMITS) == 4
-    with pytest.raises(InvalidArgument, match=r"max_tokens: 5 .* 60 .* 64; at most 4"):
+    with pytest.raises(ContextExceeded, match=r"max_tokens: 5 .* 60 .* 64; at most 4"):
         fit(stopping(max_tokens=5), 60, LIMITS)
     with pytest.raises(InvalidArgument, match="min_tokens: 9"):
         fit(stopping(min_tokens=9), 60, LIMITS)

@@ -139,3 +139,28 @@ async def test_leaving_a_stream_ends_the_work(start_gateway: StartGateway) -> No
         await stream.close()
         await gateway.network.all_ended()
         assert all(call.cancelled for call in gateway.network.calls_of("decode"))
+
+
+async def test_a_session_is_a_header_a_field_or_openais_own_name_for_it(start_gateway: StartGateway) -> None:
+    """Each keeps the decode worker, of two that would take turns; the header yields to the body."""
+    network = FakeNetwork(OUTPUT, num_decode=2)
+    ways: list[dict[str, Any]] = [
+        {"extra_headers": {"x-session-id": "s"}},
+        {"extra_body": {"session_id": "s"}, "extra_headers": {"x-session-id": "other"}},
+        {"extra_body": {"prompt_cache_key": "s"}},
+    ]
+    async with start_gateway(network) as gateway:
+        create = gateway.openai.chat.completions.create
+        for way in ways * 2:
+            await create(model="tiny", messages=MESSAGES, max_tokens=4, temperature=0, **way)
+        calls = gateway.network.calls_of("decode")
+        assert len(calls) == 6 and len({call.worker for call in calls}) == 1
+        assert gateway.router.sample("kvferry_session_choices_total", role="decode", kept="true") == 6
+        for _ in range(2):
+            await create(model="tiny", messages=MESSAGES, max_tokens=4, temperature=0)
+        assert len({call.worker for call in gateway.network.calls_of("decode")}) == 2
+        differing = {"session_id": "a", "prompt_cache_key": "b"}
+        with pytest.raises(Exception, match="prompt_cache_key: differs from session_id"):
+            await create(model="tiny", messages=MESSAGES, extra_body=differing)
+        with pytest.raises(Exception, match="session_id: has 257 characters"):
+            await create(model="tiny", messages=MESSAGES, extra_headers={"x-session-id": "x" * 257})

@@ -13,6 +13,7 @@ import pytest
 from kvferry.config import TenantConfig
 from kvferry.errors import (
     Cancelled,
+    ContextExceeded,
     DataLoss,
     DeadlineExceeded,
     FailedPrecondition,
@@ -40,6 +41,7 @@ COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "AB", "max_tokens": 4}
     [
         (InvalidArgument("sampling.top_p", "no"), 400, None),
         (UnsupportedField("response.echo"), 400, None),
+        (ContextExceeded("prompt", "no"), 400, None),
         (Unauthenticated("no"), 401, None),
         (PermissionDenied("no"), 403, None),
         (NotFound("no"), 404, None),
@@ -91,7 +93,27 @@ async def test_a_value_out_of_its_limits_is_a_bad_request(start_gateway: StartGa
         with pytest.raises(openai.BadRequestError, match=r"messages: has .* tokens; at most 255 fit") as caught:
             long: Any = [{"role": "user", "content": "a b " * 130}]
             await gateway.openai.chat.completions.create(model="tiny", messages=long)
-        assert caught.value.param == "messages"
+        assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": "a b " * 130}, "prompt"),
+        ({"prompt": "a b " * 9000}, "prompt"),  # refused before it is tokenised
+        ({"prompt": [5] * 256}, "prompt"),
+        ({"prompt": [5] * 100, "max_tokens": 157}, "max_tokens"),
+        ({"max_tokens": 256}, "max_tokens"),
+    ],
+)
+async def test_what_is_longer_than_the_context_has_the_code_that_clients_look_for(
+    start_gateway: StartGateway, fields: dict[str, Any], param: str
+) -> None:
+    async with start_gateway() as gateway:
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await gateway.openai.completions.create(**{**COMPLETION, **fields}, stream=stream)
+            assert (caught.value.param, caught.value.code) == (param, "context_length_exceeded")
 
 
 @pytest.mark.parametrize(

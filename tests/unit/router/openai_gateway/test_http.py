@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
@@ -14,19 +15,24 @@ import httpx
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 
-from kvferry.config import ModelConfig
+from kvferry.config import ModelConfig, TenantConfig
 from kvferry.sampling import Finish, FinishKind
 from kvferry.telemetry import Attributes
 from kvferry.wire import finish_to_pb
 from proto.kvferry.v1 import worker_pb2
 from router.openai import exchange
+from router.openai.app import ROUTES
+from router.openai.body import Body
 from router.openai.requests import ChatBody, CompletionBody
+from router.openai.tokens import DetokenizeBody, TokenizeBody
 from tests.support.fake_workers import FakeNetwork, Point
 from tests.support.workers import until
 from tests.unit.router.openai_gateway.conftest import OUTPUT, Gateway, StartGateway
 
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "AB", "max_tokens": 2}
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+IS_JSON = {"content-type": "application/json"}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
 BODIES = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT}
 ODD_VALUES: tuple[object, ...] = (
     "text",
@@ -54,7 +60,7 @@ async def gateway(start_gateway: StartGateway) -> AsyncIterator[Gateway]:
 
 @pytest.fixture
 async def http(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=20.0) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=20.0, headers=IS_JSON) as client:
         yield client
 
 
@@ -94,7 +100,27 @@ async def test_what_some_take_for_the_end_of_a_line_is_escaped(start_gateway: St
 
 @pytest.mark.parametrize("path", [*BODIES, "/tokenize", "/detokenize"])
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"\xff\xfe", b"[]", b"null", b'"a"', b"[" * 5000, b'{"prompt": "\\ud800"}', b'{"prompt": NaN}']
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"a"',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "n": NaN}',
+        b'{"prompt": "a", "n": -Infinity}',
+        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "a", "temperature": ' + b"9" * 400 + b"}",
+        b'{"prompt": "a", "prompt": "b"}',
+        b'{"prompt": "a", "response_format": {"type": "text", "type": "text"}}',
+        b"[" * 5000,
+        b'{"prompt": ' + b"[" * 300 + b"]" * 300 + b"}",
+        b'\xef\xbb\xbf{"prompt": "a"}',
+        '{"prompt": "a"}'.encode("utf-16"),
+        '{"prompt": "\xe4"}'.encode("latin-1"),
+        b'{"prompt": "a"} {}',
+    ],
 )
 async def test_a_body_that_is_none_is_refused(http: httpx.AsyncClient, path: str, body: bytes) -> None:
     fault_in(await http.post(path, content=body))
@@ -180,12 +206,12 @@ async def test_more_than_one_constraint_is_refused(http: httpx.AsyncClient) -> N
 async def test_a_body_above_the_limit_is_refused_before_it_is_read_whole(start_gateway: StartGateway) -> None:
     async with start_gateway(max_request_bytes=2048) as gateway:
         reader, writer = await asyncio.open_connection(*gateway.host_port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 1000000000\r\n\r\n")
+        writer.write(HEAD + b"content-length: 1000000000\r\n\r\n")
         async with asyncio.timeout(10):
             assert b" 413 " in await reader.readline()
         writer.close()
         await writer.wait_closed()
-        async with httpx.AsyncClient(base_url=gateway.url) as http:
+        async with httpx.AsyncClient(base_url=gateway.url, headers=IS_JSON) as http:
 
             async def chunks() -> AsyncIterator[bytes]:
                 for _ in range(4):
@@ -199,18 +225,118 @@ async def test_a_body_above_the_limit_is_refused_before_it_is_read_whole(start_g
 async def test_a_body_that_does_not_come_gives_up_its_place(gateway: Gateway) -> None:
     with patch.object(exchange, "BODY_TIMEOUT_S", 0.05):
         reader, writer = await asyncio.open_connection(*gateway.host_port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{")
+        writer.write(HEAD + b"content-length: 100\r\n\r\n{")
         async with asyncio.timeout(10):
             assert b" 408 " in await reader.readline()
         writer.close()
         await writer.wait_closed()
 
 
+async def test_a_number_that_is_none_is_named_by_its_field_or_the_body(http: httpx.AsyncClient) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": math.nan}}}
+    for field, value, param in (("temperature", math.nan, "temperature"), ("response_format", schema, "body")):
+        response = await http.post("/v1/completions", content=json.dumps({**COMPLETION, field: value}))
+        assert fault_in(response)["param"] == param
+
+
+async def test_a_key_that_is_there_twice_is_named(http: httpx.AsyncClient) -> None:
+    body = b'{"prompt": "AB", "n": 1, "temperature": 0, "n": 2}'
+    assert "key 'n' more than once" in fault_in(await http.post("/v1/completions", content=body))["message"]
+
+
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8"])
+async def test_a_body_that_is_declared_json_is_taken(http: httpx.AsyncClient, kind: str) -> None:
+    body = json.dumps(COMPLETION)
+    assert (await http.post("/v1/completions", content=body, headers={"content-type": kind})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "param"),
+    [
+        ({"content-type": ""}, "content-type"),
+        ({"content-type": "text/plain"}, "content-type"),
+        ({"content-type": "application/x-www-form-urlencoded"}, "content-type"),
+        ({"content-type": "multipart/form-data; boundary=application/json"}, "content-type"),
+        ({"content-encoding": "gzip"}, "content-encoding"),
+    ],
+)
+async def test_a_body_that_is_declared_something_else_is_not(
+    http: httpx.AsyncClient, gateway: Gateway, headers: dict[str, str], param: str
+) -> None:
+    """Browsers send text and forms to any site unasked; a page must not run a router that needs no key."""
+    for path in (*BODIES, "/tokenize", "/detokenize"):
+        error = fault_in(await http.post(path, content=json.dumps(COMPLETION), headers=headers), 415)
+        assert (error["param"], error["code"]) == (param, "unsupported_media_type")
+    assert gateway.network.calls == []
+
+
 async def test_routes_that_are_not_there(http: httpx.AsyncClient) -> None:
-    missing = await http.post("/v1/embeddings", json={})
-    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "unknown_url")
-    wrong = await http.get("/v1/completions")
-    assert (wrong.status_code, wrong.json()["error"]["type"]) == (405, "invalid_request_error")
+    for path in ("/v1/embeddings", "/v1", "/", "/openai.json"):
+        assert fault_in(await http.post(path, json={}), 404)["code"] == "unknown_url"
+    for method, path, allowed in (
+        ("GET", "/v1/completions", {"POST"}),
+        ("PUT", "/v1/chat/completions", {"POST"}),
+        ("OPTIONS", "/v1/chat/completions", {"POST"}),
+        ("OPTIONS", "/v1/models", {"GET", "HEAD"}),
+        ("POST", "/v1/models", {"GET", "HEAD"}),
+    ):
+        answer = await http.request(method, path)
+        assert fault_in(answer, 405)["code"] == "method_not_supported"
+        assert set(answer.headers["allow"].split(", ")) == allowed
+        assert "access-control-allow-origin" not in answer.headers
+
+
+async def test_heads_are_answers_without_a_body(http: httpx.AsyncClient) -> None:
+    for path in ("/v1/models", "/v1/models/tiny", "/health", "/live", "/metrics", "/openapi.json", "/docs"):
+        answer = await http.head(path)
+        assert (answer.status_code, answer.content) == (200, b""), path
+    for path, status in (("/v1/completions", 405), ("/v1/models/none", 404)):
+        answer = await http.head(path)
+        assert (answer.status_code, answer.content) == (status, b"")
+
+
+# --- what it says of itself ---
+
+
+async def test_the_routes_are_described_with_what_they_take(http: httpx.AsyncClient) -> None:
+    document = (await http.get("/openapi.json")).json()
+    described = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    assert described == {(method, path.replace(":path", "")) for method, path, _ in ROUTES}
+    schemas = document["components"]["schemas"]
+    kinds: dict[str, type[Body]] = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
+    kinds |= {"/tokenize": TokenizeBody, "/detokenize": DetokenizeBody}
+    for path, kind in kinds.items():
+        operation = document["paths"][path]["post"]
+        reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        schema = schemas[reference.rpartition("/")[2]]
+        assert set(schema["properties"]) == {field.alias or name for name, field in kind.model_fields.items()}
+        assert schema["additionalProperties"] is False
+        assert {"200", "400", "401", "415", "429", "503"} <= set(operation["responses"])
+    for reference in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)):
+        assert reference in schemas
+
+
+async def test_the_page_of_the_routes_loads_nothing(http: httpx.AsyncClient) -> None:
+    page = await http.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    for word in ("POST /v1/chat/completions", "max_completion_tokens", "GET /v1/models/{name}", "openapi.json"):
+        assert word in page.text
+    assert not re.search(r"<script|<link|src=|https?://", page.text)
+
+
+async def test_the_description_needs_no_key_and_tokens_are_counted_by_tenant(start_gateway: StartGateway) -> None:
+    names = ("search", "shop")
+    tenants = tuple(TenantConfig.model_validate({"name": name, "api_keys": [f"{name}-key-1"]}) for name in names)
+    async with start_gateway(tenants=tenants) as gateway, httpx.AsyncClient(base_url=gateway.url) as http:
+        assert (await http.get("/openapi.json")).status_code == (await http.get("/docs")).status_code == 200
+        for name, stream, number in (("search", False, 2), ("shop", True, 3), ("search", True, 5), ("none", False, 1)):
+            body = {**COMPLETION, "max_tokens": number, "stream": stream}
+            answer = await http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {name}-key-1"})
+            assert answer.status_code == (401 if name == "none" else 200)
+        shown = (await http.get("/metrics")).text
+    for name, num_prompt, num_output in (("search", 4, 7), ("shop", 2, 3)):
+        assert f'kvferry_tokens_total{{kind="prompt",tenant="{name}"}} {num_prompt}.0' in shown
+        assert f'kvferry_tokens_total{{kind="output",tenant="{name}"}} {num_output}.0' in shown
 
 
 # --- models and text ---
@@ -326,8 +452,8 @@ async def test_responses_and_requests_are_counted(http: httpx.AsyncClient, gatew
 async def _post(gateway: Gateway, path: str, body: object) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_connection(*gateway.host_port)
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-length: {len(content)}\r\n\r\n"
-    writer.write(head.encode() + content)
+    assert path == "/v1/completions"
+    writer.write(HEAD + f"content-length: {len(content)}\r\n\r\n".encode() + content)
     return reader, writer
 
 

@@ -1,4 +1,4 @@
-"""The reference attention against plain attention over each sequence's own keys and values, written out."""
+"""The reference attention and the native one against plain attention over each sequence's own keys and values."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.paged_attention import Attend
 from kernels import reference
+from kernels.decoder import NativeKernels
+from kernels.native import open_native
 from kernels.reference import paged_attention, write_kv
+from kvferry.config import Config
 
 NUM_LAYERS, NUM_BLOCKS, LAYER = 2, 40, 1
 
@@ -63,8 +67,21 @@ def plain_attention(
     return output
 
 
+@pytest.fixture(params=["reference", "native"])
+def attend(request: pytest.FixtureRequest) -> Attend:
+    if request.param == "reference":
+        return paged_attention
+    return NativeKernels(open_native(Config().model.kernels_path), num_threads=2).paged_attention
+
+
 def paged(
-    sequences: Sequences, block_size: int, scaling: float, window: int | None, softcap: float | None, fill: float
+    attend: Attend,
+    sequences: Sequences,
+    block_size: int,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    fill: float,
 ) -> Tensor:
     """The same through a pool whose other slots hold `fill`, over scattered blocks."""
     _, kv_heads, head_dim = sequences.keys[0].shape
@@ -79,7 +96,7 @@ def paged(
         slots = tables[row, positions // block_size] * block_size + positions % block_size
         write_kv(cache, LAYER, sequences.keys[row], sequences.values[row], slots)
     cu_seqlens = torch.tensor([0, *sequences.num_queries]).cumsum(0)
-    return paged_attention(
+    return attend(
         torch.cat(sequences.queries),
         cache,
         LAYER,
@@ -103,36 +120,36 @@ MIXED_CONTEXTS = [1, 33, 7, 8, 40, 16, 64]
 
 @pytest.mark.parametrize("window", [None, 1, 10])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 16), (6, 2, 24), (9, 3, 64), (4, 1, 80)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 16), (6, 2, 24), (9, 3, 64), (4, 1, 80), (2, 1, 8)])
 @pytest.mark.parametrize("block_size", [8, 16])
 def test_mixed_batch(
-    window: int | None, softcap: float | None, heads: int, kv_heads: int, head_dim: int, block_size: int
+    attend: Attend, window: int | None, softcap: float | None, heads: int, kv_heads: int, head_dim: int, block_size: int
 ) -> None:
     sequences = make_sequences(MIXED_QUERIES, MIXED_CONTEXTS, heads, kv_heads, head_dim, torch.float32)
-    ours = paged(sequences, block_size, head_dim**-0.5, window, softcap, fill=0.0)
+    ours = paged(attend, sequences, block_size, head_dim**-0.5, window, softcap, fill=0.0)
     right = expected(sequences, head_dim**-0.5, window, softcap)
     torch.testing.assert_close(ours.double(), right, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("length", range(1, 34))
-def test_every_small_length_alone(length: int) -> None:
+def test_every_small_length_alone(attend: Attend, length: int) -> None:
     for num_queries in {1, length}:
         sequences = make_sequences([num_queries], [length], 4, 2, 16, torch.float32)
-        ours = paged(sequences, 16, 0.25, None, None, fill=0.0)
+        ours = paged(attend, sequences, 16, 0.25, None, None, fill=0.0)
         torch.testing.assert_close(ours.double(), expected(sequences, 0.25, None, None), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("fill", [float("nan"), float("inf")])
 @pytest.mark.parametrize("window", [None, 10])
-def test_slots_of_others_cannot_spoil_a_row(fill: float, window: int | None) -> None:
+def test_slots_of_others_cannot_spoil_a_row(attend: Attend, fill: float, window: int | None) -> None:
     sequences = make_sequences(MIXED_QUERIES, MIXED_CONTEXTS, 4, 2, 16, torch.float32)
-    ours = paged(sequences, 16, 0.25, window, None, fill=fill)
+    ours = paged(attend, sequences, 16, 0.25, window, None, fill=fill)
     torch.testing.assert_close(ours.double(), expected(sequences, 0.25, window, None), rtol=1e-5, atol=1e-5)
 
 
-def test_bfloat16_is_computed_in_float32() -> None:
+def test_bfloat16_is_computed_in_float32(attend: Attend) -> None:
     sequences = make_sequences(MIXED_QUERIES, MIXED_CONTEXTS, 4, 2, 64, torch.bfloat16)
-    ours = paged(sequences, 16, 0.125, None, None, fill=0.0)
+    ours = paged(attend, sequences, 16, 0.125, None, None, fill=0.0)
     assert ours.dtype == torch.bfloat16
     right = expected(sequences, 0.125, None, None)
     torch.testing.assert_close(ours.double(), right, rtol=2**-7, atol=1e-3)  # half a unit in the last place of bf16
@@ -140,9 +157,10 @@ def test_bfloat16_is_computed_in_float32() -> None:
 
 def test_long_chunks_are_computed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     sequences = make_sequences([40, 1], [60, 9], 4, 2, 16, torch.float32)
-    whole = paged(sequences, 16, 0.25, None, None, fill=0.0)
+    whole = paged(paged_attention, sequences, 16, 0.25, None, None, fill=0.0)
     monkeypatch.setattr(reference, "MOST_SCORES", 4 * 64 * 7)  # seven query rows a piece
-    torch.testing.assert_close(paged(sequences, 16, 0.25, None, None, fill=0.0), whole, rtol=1e-6, atol=1e-6)
+    pieces = paged(paged_attention, sequences, 16, 0.25, None, None, fill=0.0)
+    torch.testing.assert_close(pieces, whole, rtol=1e-6, atol=1e-6)
 
 
 def test_write_touches_only_its_layer_and_slots() -> None:

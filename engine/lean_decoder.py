@@ -1,0 +1,122 @@
+"""Models of Llama's family without transformers' layers: the embedding, then one native call for all layers.
+
+    `lean_decoder(model, …)` packs the weights ─► `LeanDecoder.logits(batch, rows)`
+
+What is taken is told by the model's configuration and by what its layers asked of attention; every other model keeps
+its own forward pass. Embedding and rotary embedding stay transformers'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engine.packed_weights import kept_weights
+from engine.paged_attention import AttentionCall, PagedBatch
+from kernels.decoder import DecoderShape, LayerWeights, NativeDecoder, NativeKernels, pack_decoder
+
+MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+
+
+class LeanDecoder:
+    """The forward pass of one model."""
+
+    def __init__(self, model: PreTrainedModel, decoder: NativeDecoder) -> None:
+        inner = _untyped(model.model)
+        self._embedding, self._rotary = inner.embed_tokens, inner.rotary_emb
+        self._decoder = decoder
+
+    @torch.inference_mode()
+    def logits(self, batch: PagedBatch, rows: Tensor) -> Tensor:
+        """Float32 logits `[len(rows), vocab_size]` of the flattened rows `rows`."""
+        assert batch.cache is not None
+        x = self._embedding(batch.input_ids[0]).float()  # [T, H]
+        cosines, sines = self._rotary(x[None], batch.position_ids)  # [1, T, D]
+        x = self._decoder.layers(
+            x,
+            cosines[0].contiguous(),
+            sines[0].contiguous(),
+            batch.cache,
+            batch.slot_mapping,
+            batch.block_tables,
+            batch.cu_seqlens_q,
+            batch.context_lengths,
+        )
+        if batch.on_kv_written is not None:
+            batch.on_kv_written()
+        return self._decoder.head(x, rows)
+
+
+def lean_decoder(
+    model: PreTrainedModel,
+    calls: Sequence[AttentionCall],
+    kernels: NativeKernels,
+    dtype: torch.dtype,
+    packed_file: Path | None = None,
+) -> LeanDecoder | None:
+    """None for a model that is none of Llama's family, or that differs from it where it matters.
+
+    `packed_file`: where its packed weights are, or are to be kept.
+    """
+    if not _is_like_llama(model, calls):
+        return None
+    config, inner = model.config, _untyped(model.model)
+    head: Tensor = _untyped(model.lm_head).weight
+    shape = DecoderShape(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=calls[0].num_kv_heads,
+        head_dim=calls[0].head_dim,
+        vocab_size=head.shape[0],
+        epsilon=config.rms_norm_eps,
+        scaling=inner.layers[0].self_attn.scaling,
+        windows=tuple(call.sliding_window for call in calls),
+    )
+    weights = kept_weights(
+        packed_file, lambda: pack_decoder(map(_weights, inner.layers), inner.norm.weight, head, dtype)
+    )
+    return LeanDecoder(model, NativeDecoder(kernels, shape, weights, dtype))
+
+
+def _is_like_llama(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> bool:
+    config, head_dim = model.config, calls[0].head_dim
+    return (
+        config.model_type in MODEL_TYPES
+        and config.hidden_act == "silu"
+        and not getattr(config, "mlp_bias", False)
+        and _untyped(model.lm_head).bias is None
+        and _untyped(model.model).rotary_emb.inv_freq.shape[0] * 2 == head_dim  # all of a head is rotated
+        and all(size % 2 == 0 for size in (config.hidden_size, config.intermediate_size))
+    )
+
+
+def _untyped(module: Any) -> Any:
+    """A module's own attributes, which its type does not know."""
+    return module
+
+
+def _weights(layer: Any) -> LayerWeights:
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    has_bias = attention.q_proj.bias is not None
+    return LayerWeights(
+        query=attention.q_proj.weight,
+        key=attention.k_proj.weight,
+        value=attention.v_proj.weight,
+        bias=torch.cat([projection.bias for projection in projections]) if has_bias else None,
+        output=attention.o_proj.weight,
+        output_bias=attention.o_proj.bias,
+        gate=mlp.gate_proj.weight,
+        up=mlp.up_proj.weight,
+        down=mlp.down_proj.weight,
+        attention_norm=layer.input_layernorm.weight,
+        mlp_norm=layer.post_attention_layernorm.weight,
+        query_norm=getattr(getattr(attention, "q_norm", None), "weight", None),
+        key_norm=getattr(getattr(attention, "k_norm", None), "weight", None),
+    )

@@ -1,0 +1,163 @@
+// Sixteen floats at a time, on any processor: GCC's and Clang's vector types, intrinsics only where they say more.
+//
+// The build sets -ffp-contract=off: a product and a sum are fused where `fma` says so and nowhere else, so that every
+// instance of a template rounds alike.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace kvferry {
+
+typedef float F32x16 __attribute__((vector_size(64)));
+typedef uint32_t U32x16 __attribute__((vector_size(64)));
+typedef int32_t I32x16 __attribute__((vector_size(64)));
+typedef uint16_t U16x16 __attribute__((vector_size(32)));
+
+struct Bf16 {
+  uint16_t bits;
+};
+
+constexpr int64_t LANES = 16;
+constexpr int64_t VECTOR_BYTES = 64;
+constexpr float NO_SCORE = -std::numeric_limits<float>::infinity();
+
+template <typename To, typename From>
+inline To bits_of(From value) {
+  static_assert(sizeof(To) == sizeof(From));
+  To bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+template <typename V>
+inline V load_bytes(const void* from) {
+  V value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+inline F32x16 splat(float value) { return F32x16{} + value; }
+inline U32x16 splat_bits(uint32_t value) { return U32x16{} + value; }
+
+inline F32x16 load(const float* from) { return load_bytes<F32x16>(from); }
+inline F32x16 load(const Bf16* from) {
+  const U16x16 halves = load_bytes<U16x16>(from);
+  return bits_of<F32x16>(__builtin_convertvector(halves, U32x16) << 16);
+}
+
+inline void store(float* to, F32x16 value) { std::memcpy(to, &value, sizeof value); }
+// Rounds to nearest, ties to even; a NaN stays one.
+inline void store(Bf16* to, F32x16 value) {
+  const U32x16 bits = bits_of<U32x16>(value);
+  const U32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const U32x16 is_nan = bits_of<U32x16>(value != value);
+  const U16x16 halves = __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7fc0u), U16x16);
+  std::memcpy(to, &halves, sizeof halves);
+}
+
+inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
+#if defined(__AVX512F__)
+  return (F32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__) || defined(__aarch64__)
+  F32x16 sum;
+  for (int lane = 0; lane < LANES; ++lane) sum[lane] = __builtin_fmaf(a[lane], b[lane], c[lane]);
+  return sum;
+#else
+  return a * b + c;
+#endif
+}
+
+inline F32x16 larger(F32x16 a, F32x16 b) { return a > b ? a : b; }
+inline F32x16 smaller(F32x16 a, F32x16 b) { return a < b ? a : b; }
+
+// Units: what a 32-bit lane of a dot product holds, one float or two neighbours of bfloat16.
+template <typename T>
+constexpr int64_t PER_UNIT = 4 / sizeof(T);
+
+// sum + a · b, lane by lane, over units.
+template <typename T>
+inline F32x16 dot_units(F32x16 sum, U32x16 a, U32x16 b);
+
+template <>
+inline F32x16 dot_units<float>(F32x16 sum, U32x16 a, U32x16 b) {
+  return fma(bits_of<F32x16>(a), bits_of<F32x16>(b), sum);
+}
+
+template <>
+inline F32x16 dot_units<Bf16>(F32x16 sum, U32x16 a, U32x16 b) {
+#if defined(__AVX512BF16__)
+  return (F32x16)_mm512_dpbf16_ps((__m512)sum, bits_of<__m512bh>(a), bits_of<__m512bh>(b));
+#else
+  sum = fma(bits_of<F32x16>(a << 16), bits_of<F32x16>(b << 16), sum);
+  return fma(bits_of<F32x16>(a & 0xffff0000u), bits_of<F32x16>(b & 0xffff0000u), sum);
+#endif
+}
+
+inline float sum_of(F32x16 v) {
+  for (int width = 8; width > 0; width /= 2)
+    for (int lane = 0; lane < width; ++lane) v[lane] += v[lane + width];
+  return v[0];
+}
+
+inline float largest_of(F32x16 v) {
+  float largest = v[0];
+  for (int lane = 1; lane < LANES; ++lane) largest = v[lane] > largest ? v[lane] : largest;
+  return largest;
+}
+
+template <int WIDTH>
+inline F32x16 add_neighbours(F32x16 a, F32x16 b) {
+  I32x16 first, second;
+  for (int lane = 0; lane < LANES; ++lane) {
+    const int place = lane % (2 * WIDTH), group = lane - place;
+    first[lane] = place < WIDTH ? group + place : LANES + group + place - WIDTH;
+    second[lane] = first[lane] + WIDTH;
+  }
+#if defined(__clang__)
+  F32x16 sum;
+  for (int lane = 0; lane < LANES; ++lane)
+    sum[lane] = (first[lane] < LANES ? a : b)[first[lane] % LANES] + (second[lane] < LANES ? a : b)[second[lane] % LANES];
+  return sum;
+#else
+  return __builtin_shuffle(a, b, first) + __builtin_shuffle(a, b, second);
+#endif
+}
+
+// Lane i: the sum of rows[i]. `rows` is used up.
+inline F32x16 sums_of(F32x16 (&rows)[LANES]) {
+  for (int i = 0; i < 8; ++i) rows[i] = add_neighbours<1>(rows[2 * i], rows[2 * i + 1]);
+  for (int i = 0; i < 4; ++i) rows[i] = add_neighbours<2>(rows[2 * i], rows[2 * i + 1]);
+  for (int i = 0; i < 2; ++i) rows[i] = add_neighbours<4>(rows[2 * i], rows[2 * i + 1]);
+  return add_neighbours<8>(rows[0], rows[1]);
+}
+
+// e to the power of x, for x <= 88; relative error about 2e-7; 0 below -87, NaN of NaN. Cody and Waite's reduction,
+// Taylor's series.
+inline F32x16 exp_of(F32x16 x) {
+  const F32x16 magic = splat(12582912.0f);  // 1.5 · 2^23: adding it rounds to whole numbers
+  const F32x16 shifted = fma(x, splat(1.44269504f), magic);
+  const F32x16 whole = shifted - magic;
+  F32x16 rest = fma(whole, splat(-0.693359375f), x);
+  rest = fma(whole, splat(2.12194440e-4f), rest);
+  F32x16 series = splat(1.0f / 5040);
+  series = fma(series, rest, splat(1.0f / 720));
+  series = fma(series, rest, splat(1.0f / 120));
+  series = fma(series, rest, splat(1.0f / 24));
+  series = fma(series, rest, splat(1.0f / 6));
+  series = fma(series, rest, splat(0.5f));
+  series = fma(series, rest, splat(1.0f));
+  series = fma(series, rest, splat(1.0f));
+  const U32x16 power = bits_of<U32x16>(shifted) << 23;  // of 2, into the exponent
+  const F32x16 scaled = bits_of<F32x16>(bits_of<U32x16>(series) + power);
+  return x < -87.0f ? F32x16{} : (x == x ? scaled : x);
+}
+
+inline int64_t padded(int64_t count) { return (count + 31) / 32 * 32; }
+
+}  // namespace kvferry

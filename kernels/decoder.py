@@ -1,0 +1,319 @@
+"""A decoder of Llama's family on the native kernels: weights packed once, then one call a step.
+
+    LayerWeights … ─► `pack_decoder` ─► `NativeDecoder`: layers(x, …) ─► x ─► head(x, rows) ─► logits
+
+Every row is computed in the same order of operations whatever else is in the step: `kernels/cpu/linear.h` and
+`attention.h` say how.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.native import AttentionSettings, Cache, Decoder, Layer, Linear, Native, Sequences, Step
+
+TILE = 32
+"""Output features of a tile, as in `linear.h`; rows are padded to it."""
+PACKING = 1
+"""Counts up with every change of what `pack_decoder` makes."""
+GATES = TILE // 2
+"""Gates of a tile whose other half are their partners."""
+
+
+def padded(count: int) -> int:
+    """Up to a whole tile."""
+    return -(-count // TILE) * TILE
+
+
+def pack(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[num_outputs, num_inputs]` → `[tiles, units, 32 · elements of a unit]`, zeros where there is no output."""
+    per_unit = 4 // dtype.itemsize
+    num_outputs, num_inputs = weight.shape
+    if num_inputs % per_unit:
+        raise ValueError(f"{num_inputs} input features are no whole number of units")
+    filled = torch.zeros(padded(num_outputs), num_inputs, dtype=dtype)
+    filled[:num_outputs] = weight
+    tiles = filled.view(-1, TILE, num_inputs // per_unit, per_unit)
+    return tiles.transpose(1, 2).contiguous().view(len(tiles), num_inputs // per_unit, TILE * per_unit)
+
+
+def pack_gate_up(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+    """Both `[intermediate, num_inputs]`, packed so that each tile has 16 gates and then their 16 partners."""
+    size = _whole_gates(len(gate))
+    both = torch.zeros(size // GATES, 2, GATES, gate.shape[1], dtype=dtype)
+    for place, weight in enumerate((gate, up)):
+        filled = torch.zeros(size, gate.shape[1], dtype=dtype)
+        filled[: len(weight)] = weight
+        both[:, place] = filled.view(-1, GATES, gate.shape[1])
+    return pack(both.view(2 * size, gate.shape[1]), dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """Of one layer. H: hidden size, D: head size, I: intermediate size.
+
+    Attributes:
+        query, key, value: `[heads · D, H]`; `bias` are theirs one after the other, or None.
+        output: `[H, heads · D]`.
+        gate, up: `[I, H]`; `down`: `[H, I]`.
+        attention_norm, mlp_norm: `[H]`; query_norm, key_norm: `[D]`, or None.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    attention_norm: Tensor
+    mlp_norm: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """What layers have in common. `scaling` of the scores; `windows` of the layers, None: all tokens are seen."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    epsilon: float
+    scaling: float
+    windows: tuple[int | None, ...]
+
+
+def pack_layer(of: LayerWeights, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What `NativeDecoder` needs of a layer, by name; what the layer has not is missing."""
+    packed = {
+        "projection": pack(torch.cat([of.query, of.key, of.value]), dtype),
+        "output": pack(of.output, dtype),
+        "gate_up": pack_gate_up(of.gate, of.up, dtype),
+        "down": pack(of.down, dtype),
+    }
+    vectors = {
+        "projection.bias": of.bias,
+        "output.bias": of.output_bias,
+        "attention_norm": of.attention_norm,
+        "mlp_norm": of.mlp_norm,
+        "query_norm": of.query_norm,
+        "key_norm": of.key_norm,
+    }
+    return packed | {name: pad(values) for name, values in vectors.items() if values is not None}
+
+
+def pack_decoder(
+    layers: Iterable[LayerWeights], final_norm: Tensor, head: Tensor, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """What `NativeDecoder` needs, by name. `final_norm`: `[H]`; `head`: `[vocab_size, H]`."""
+    packed = {"final_norm": pad(final_norm), "head": pack(head, dtype)}
+    for number, layer in enumerate(layers):
+        packed |= {f"{number}.{name}": tensor for name, tensor in pack_layer(layer, dtype).items()}
+    return packed
+
+
+def pad(values: Tensor) -> Tensor:
+    """`[count]` → `[padded(count)]` float32, filled up with zeros."""
+    filled = torch.zeros(padded(len(values)))
+    filled[: len(values)] = values
+    return filled
+
+
+class NativeKernels:
+    """The library with threads for its passes, one pass at a time; they end with this object."""
+
+    def __init__(self, native: Native, num_threads: int) -> None:
+        self.native = native
+        self.team = native.new_team(num_threads)
+        weakref.finalize(self, native.end_team, self.team)
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        layer: int,
+        block_tables: Tensor,
+        cu_seqlens_q: Tensor,
+        context_lengths: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """`reference.paged_attention`, with the same arguments; the query has the cache's dtype."""
+        assert query.dtype == cache.dtype
+        query = query.contiguous()
+        output = torch.empty_like(query)
+        settings = AttentionSettings(
+            num_heads=query.shape[1],
+            layer=layer,
+            window=sliding_window or 0,
+            scaling=scaling,
+            softcap=softcap or 0.0,
+        )
+        self.native.attention(
+            self.team,
+            int(cache.dtype == torch.bfloat16),
+            ctypes.byref(_cache(cache)),
+            ctypes.byref(_sequences(block_tables, cu_seqlens_q, context_lengths)),
+            ctypes.byref(settings),
+            query.data_ptr(),
+            output.data_ptr(),
+        )
+        return output
+
+    def linear(self, rows: Tensor, weight: Linear) -> Tensor:
+        """`[num_rows, num_inputs]` in the weight's dtype → `[num_rows, num_outputs]` float32."""
+        rows = rows.contiguous()
+        output = torch.empty(len(rows), padded(weight.num_outputs))
+        self.native.linear(
+            self.team,
+            int(rows.dtype == torch.bfloat16),
+            rows.data_ptr(),
+            rows.shape[1],
+            len(rows),
+            ctypes.byref(weight),
+            output.data_ptr(),
+        )
+        return output[:, : weight.num_outputs]
+
+
+class NativeDecoder:
+    """Layers and output layer of one model. Its methods belong to one thread at a time."""
+
+    def __init__(
+        self, kernels: NativeKernels, shape: DecoderShape, weights: Mapping[str, Tensor], dtype: torch.dtype
+    ) -> None:
+        """`weights`: of `pack_decoder`, with the same dtype."""
+        self._kernels, self._shape, self._weights = kernels, shape, weights  # which the structures point to
+        self._width = padded(shape.hidden_size)
+        self._layers = (Layer * len(shape.windows))(
+            *(self._layer(number, window) for number, window in enumerate(shape.windows))
+        )
+        self._decoder = Decoder(
+            is_bfloat16=int(dtype == torch.bfloat16),
+            num_layers=len(shape.windows),
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_heads=shape.num_heads,
+            epsilon=shape.epsilon,
+            scaling=shape.scaling,
+            softcap=0.0,
+            layers=self._layers,
+            final_norm=self._pointer("final_norm"),
+            head=self._linear("head", shape.hidden_size, shape.vocab_size),
+        )
+
+    def _layer(self, number: int, window: int | None) -> Layer:
+        shape, prefix = self._shape, f"{number}."
+        heads = shape.num_heads * shape.head_dim
+        projected = heads + 2 * shape.num_kv_heads * shape.head_dim
+        gates = 2 * _whole_gates(shape.intermediate_size)
+        return Layer(
+            projection=self._linear(f"{prefix}projection", shape.hidden_size, projected),
+            output=self._linear(f"{prefix}output", heads, shape.hidden_size),
+            gate_up=self._linear(f"{prefix}gate_up", shape.hidden_size, gates),
+            down=self._linear(f"{prefix}down", shape.intermediate_size, shape.hidden_size),
+            attention_norm=self._pointer(f"{prefix}attention_norm"),
+            mlp_norm=self._pointer(f"{prefix}mlp_norm"),
+            query_norm=self._pointer(f"{prefix}query_norm"),
+            key_norm=self._pointer(f"{prefix}key_norm"),
+            window=window or 0,
+        )
+
+    def _linear(self, name: str, num_inputs: int, num_outputs: int) -> Linear:
+        packed = self._weights[name]
+        if packed.numel() != padded(num_outputs) * num_inputs:
+            raise ValueError(f"packed {name} has {packed.numel()} elements, not {padded(num_outputs)} · {num_inputs}")
+        return Linear(packed.data_ptr(), self._pointer(f"{name}.bias"), num_inputs, num_outputs)
+
+    def _pointer(self, name: str) -> int | None:
+        tensor = self._weights.get(name)
+        return None if tensor is None else tensor.data_ptr()
+
+    def layers(
+        self,
+        x: Tensor,
+        cosines: Tensor,
+        sines: Tensor,
+        cache: Tensor,
+        slots: Tensor,
+        block_tables: Tensor,
+        cu_seqlens_q: Tensor,
+        context_lengths: Tensor,
+    ) -> Tensor:
+        """All layers; keys and values go to their slots.
+
+        Args:
+            x: `[num_tokens, hidden_size]` float32, the embedded tokens.
+            cosines, sines: `[num_tokens, head_dim]` float32.
+            cache, slots, block_tables, cu_seqlens_q, context_lengths: as in `kernels/reference.py`.
+
+        Returns:
+            `[num_tokens, padded(hidden_size)]` float32, for `head`.
+        """
+        rows = torch.zeros(len(x), self._width)
+        rows[:, : x.shape[1]] = x
+        step = Step(
+            num_tokens=len(x),
+            slots=slots.data_ptr(),
+            cosines=cosines.data_ptr(),
+            sines=sines.data_ptr(),
+            x=rows.data_ptr(),
+            cache=_cache(cache),
+            sequences=_sequences(block_tables, cu_seqlens_q, context_lengths),
+        )
+        self._kernels.native.layers(self._kernels.team, ctypes.byref(self._decoder), ctypes.byref(step))
+        return rows
+
+    def head(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Float32 logits `[len(rows), vocab_size]` of the rows `rows` (int64) of what `layers` returned."""
+        width = padded(self._shape.vocab_size)
+        logits = torch.empty(len(rows), width)
+        self._kernels.native.head(
+            self._kernels.team,
+            ctypes.byref(self._decoder),
+            x.data_ptr(),
+            rows.data_ptr(),
+            len(rows),
+            logits.data_ptr(),
+            width,
+        )
+        return logits[:, : self._shape.vocab_size]
+
+
+def _whole_gates(count: int) -> int:
+    return -(-count // GATES) * GATES
+
+
+def _cache(cache: Tensor) -> Cache:
+    _, num_layers, _, num_kv_heads, block_size, head_dim = cache.shape
+    return Cache(
+        data=cache.data_ptr(),
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        head_dim=head_dim,
+    )
+
+
+def _sequences(block_tables: Tensor, cu_seqlens_q: Tensor, context_lengths: Tensor) -> Sequences:
+    return Sequences(
+        num_sequences=len(context_lengths),
+        max_blocks=block_tables.shape[1],
+        block_tables=block_tables.data_ptr(),
+        first_rows=cu_seqlens_q.data_ptr(),
+        context_lengths=context_lengths.data_ptr(),
+    )

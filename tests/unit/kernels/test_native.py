@@ -1,0 +1,177 @@
+"""Native linears and decoder: equal to plain torch, each row's bits its own; and machines that cannot build them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.forward_batch import SequenceSlice
+from engine.kv_cache import PagedKvCache
+from engine.lean_decoder import LeanDecoder
+from engine.loader import LoadedModel, load_model
+from engine.model_runner import ModelRunner
+from engine.paged_attention import build_paged_batch
+from engine.runner import RunnerConfig
+from kernels import native
+from kernels.decoder import NativeKernels, pack, pack_gate_up, padded
+from kernels.native import Linear, NativeMissing, open_native
+from kvferry.config import Config
+from kvferry.errors import FailedPrecondition
+from tests.support.models import VOCAB_SIZE, save_tiny_model
+
+LEAN = ("llama", "llama_tied", "mistral", "qwen2", "qwen3")
+DTYPES = (torch.float32, torch.bfloat16)
+NUM_BLOCKS = 64
+
+
+def kernels(num_threads: int = 1) -> NativeKernels:
+    return NativeKernels(open_native(Config().model.kernels_path), num_threads)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(2, 1), (64, 320), (98, 33), (576, 960)])
+def test_linear_is_the_product_and_a_row_depends_on_itself_alone(
+    dtype: torch.dtype, num_inputs: int, num_outputs: int
+) -> None:
+    weight = (draw(num_outputs, num_inputs) * num_inputs**-0.5).to(dtype)
+    rows = draw(61, num_inputs, seed=1).to(dtype)
+    packed = pack(weight, dtype)
+    linear = Linear(packed=packed.data_ptr(), bias=None, num_inputs=num_inputs, num_outputs=num_outputs)
+    whole = kernels().linear(rows, linear)
+    torch.testing.assert_close(whole, rows.float() @ weight.float().T, rtol=1e-4, atol=1e-4)
+    for team in (kernels(1), kernels(3)):
+        for count in (1, 2, 5, 11, 12, 13, 48, 49, 60):
+            assert torch.equal(team.linear(rows[:count], linear), whole[:count])
+            assert torch.equal(team.linear(rows[-count:], linear), whole[-count:])
+
+
+def test_gates_and_their_partners_share_a_tile() -> None:
+    gate, up = torch.full((20, 4), 1.0), torch.full((20, 4), 2.0)
+    packed = pack_gate_up(gate, up, torch.float32)  # [2 tiles, 4 units, 32]
+    assert packed.shape == (2, 4, 32)
+    assert packed[0, 0].tolist() == [1.0] * 16 + [2.0] * 16
+    assert packed[1, 3].tolist() == [1.0] * 4 + [0.0] * 12 + [2.0] * 4 + [0.0] * 12
+
+
+def test_units_must_be_whole() -> None:
+    with pytest.raises(ValueError, match="whole number of units"):
+        pack(torch.zeros(4, 3), torch.bfloat16)
+    assert padded(33) == 64
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: save_tiny_model(root / name, name) for name in (*LEAN, "gemma2")}
+
+
+def logits(
+    loaded: LoadedModel,
+    prompts: list[list[int]],
+    *,
+    chunk: int,
+    block_size: int = 16,
+    together: bool = False,
+    kernels_of: NativeKernels | None = None,
+) -> list[Tensor]:
+    """Of every position of every prompt, computed in chunks; `together`: all prompts' chunks in the same steps."""
+    cache = PagedKvCache(loaded.layout, NUM_BLOCKS)
+    each = NUM_BLOCKS // len(prompts)
+    tables = [list(range(number * each, (number + 1) * each))[::-1] for number in range(len(prompts))]
+    told: list[list[Tensor]] = [[] for _ in prompts]
+    groups = [list(range(len(prompts)))] if together else [[number] for number in range(len(prompts))]
+    for group in groups:
+        for start in range(0, max(len(prompts[number]) for number in group), chunk):
+            going = [number for number in group if start < len(prompts[number])]
+            parts = [
+                SequenceSlice(str(number), prompts[number][start : start + chunk], start, tables[number], sample=None)
+                for number in going
+            ]
+            more = {} if kernels_of is None else {"attend": kernels_of.paged_attention}
+            batch = build_paged_batch(parts, block_size, cache.tensor, **more)  # type: ignore[arg-type]
+            rows = loaded.forward.logits(batch, torch.arange(batch.input_ids.shape[1]))
+            for number, part in zip(going, torch.split(rows, [len(one.token_ids) for one in parts]), strict=True):
+                told[number].append(part.clone())
+    return [torch.cat(parts) for parts in told]
+
+
+PROMPTS = [
+    [(number * 31 + place * 7 + place * place) % VOCAB_SIZE for place in range(5 + 29 * number)] for number in range(4)
+]
+
+
+@pytest.mark.parametrize("architecture", LEAN)
+def test_lean_decoder_is_transformers_in_float32(folders: dict[str, Path], architecture: str) -> None:
+    lean = load_model(folders[architecture], dtype="float32", block_size=16, kernels=kernels(2))
+    generic = load_model(folders[architecture], dtype="float32", block_size=16)
+    assert isinstance(lean.forward, LeanDecoder)
+    for ours, theirs in zip(
+        logits(lean, PROMPTS, chunk=100, together=True), logits(generic, PROMPTS, chunk=100), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("architecture", LEAN)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_bits_of_a_row_depend_on_nothing_beside_it(folders: dict[str, Path], architecture: str, dtype: str) -> None:
+    """Alone or beside others, in chunks of any size, on any blocks, with any number of threads."""
+    loaded = load_model(folders[architecture], dtype=dtype, block_size=16, kernels=kernels(1))
+    right = logits(loaded, PROMPTS, chunk=1000)
+    for num_threads, block_size, chunk, together in (
+        (1, 16, 1, True),
+        (2, 16, 16, True),
+        (3, 8, 7, True),
+        (1, 32, 33, False),
+    ):
+        other = load_model(folders[architecture], dtype=dtype, block_size=block_size, kernels=kernels(num_threads))
+        ours = logits(other, PROMPTS, chunk=chunk, block_size=block_size, together=together)
+        assert all(torch.equal(a, b) for a, b in zip(ours, right, strict=True))
+
+
+def test_bfloat16_is_as_near_to_float32_as_plain_torch(folders: dict[str, Path]) -> None:
+    exact = torch.cat(logits(load_model(folders["llama"], dtype="float32", block_size=16), PROMPTS, chunk=100))
+    lean = load_model(folders["llama"], dtype="bfloat16", block_size=16, kernels=kernels())
+    plain = load_model(folders["llama"], dtype="bfloat16", block_size=16)
+    ours, theirs = (torch.cat(logits(loaded, PROMPTS, chunk=100)) for loaded in (lean, plain))
+    assert (ours - exact).norm() < (theirs - exact).norm()
+
+
+def test_other_models_run_their_attention_natively(folders: dict[str, Path]) -> None:
+    team = kernels()
+    native_attention = load_model(folders["gemma2"], dtype="float32", block_size=16, kernels=team)
+    generic = load_model(folders["gemma2"], dtype="float32", block_size=16)
+    assert not isinstance(native_attention.forward, LeanDecoder)
+    ours = logits(native_attention, PROMPTS, chunk=16, together=True, kernels_of=team)
+    for one, other in zip(ours, logits(generic, PROMPTS, chunk=16), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-4)
+
+
+def test_a_machine_without_compiler_computes_on_torch_with_one_warning(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "COMPILERS", ("no-such-compiler",))
+    config = RunnerConfig(num_blocks=4, kernels="auto", kernels_folder=tmp_path)
+    with caplog.at_level(logging.WARNING):
+        runner = ModelRunner(folders["llama"], config)
+    assert runner.run([SequenceSlice("a", [1, 2], 0, [0], sample=None)]) == [None]
+    assert [record.getMessage() for record in caplog.records if "no-such-compiler" in record.getMessage()]
+    with pytest.raises(FailedPrecondition, match="no C\\+\\+ compiler"):
+        ModelRunner(folders["llama"], RunnerConfig(num_blocks=4, kernels="native", kernels_folder=tmp_path))
+
+
+def test_a_compiler_that_fails_says_why_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "broken-compiler"
+    compiler.write_text("#!/bin/sh\necho out of luck >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(native, "COMPILERS", (str(compiler),))
+    with pytest.raises(NativeMissing, match="out of luck"):
+        open_native(tmp_path / "built")
+    assert not list((tmp_path / "built").glob("*.so*"))
