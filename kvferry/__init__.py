@@ -9,12 +9,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvferry.client import AsyncClient, ChatMessage, Completion, GenerateOptions, PinOptions
+    from kvferry.client import AsyncClient, ChatMessage, Completion, GenerateOptions, PinOptions, Tool, ToolCall
     from kvferry.sync_client import Client
 
 __version__ = "0.1.0"
 
-__all__ = ["AsyncClient", "ChatMessage", "Client", "Completion", "GenerateOptions", "PinOptions", "__version__"]
+__all__ = [
+    "AsyncClient",
+    "ChatMessage",
+    "Client",
+    "Completion",
+    "GenerateOptions",
+    "PinOptions",
+    "Tool",
+    "ToolCall",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

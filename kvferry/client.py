@@ -44,11 +44,45 @@ PROGRESS_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function that the assistant asked for in a message; `arguments` is an object in JSON."""
+
+    name: str
+    arguments: str
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model is told of; `parameters` is a JSON schema."""
+
+    name: str
+    description: str | None = None
+    parameters: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message of a conversation."""
+    """One message of a conversation.
+
+    Attributes:
+        tool_calls: what the assistant asked for in it.
+        tool_call_id: the call that it answers.
+        name: of the function that answers, or of the speaker.
+    """
 
     role: str
     content: str
+    tool_calls: Sequence[ToolCall] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+    def to_pb(self) -> inference_pb2.ChatMessage:
+        """The message; raises ValueError or TypeError for a value its field cannot hold."""
+        calls = [inference_pb2.ToolCall(id=c.id, name=c.name, arguments=c.arguments) for c in self.tool_calls]
+        return inference_pb2.ChatMessage(
+            role=self.role, content=self.content, tool_calls=calls, tool_call_id=self.tool_call_id, name=self.name
+        )
 
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
@@ -57,9 +91,16 @@ Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
-    """One request. None leaves a value to the server's default, which `Started` echoes."""
+    """One request. None leaves a value to the server's default, which `Started` echoes.
+
+    Attributes:
+        tools: functions that a conversation's model is told of; its calls are text of the output.
+        structural_tag: JSON, as `GenerateRequest.structural_tag`.
+        kept_special_token_ids: special tokens that stay in the text, though others are left out.
+    """
 
     prompt: Prompt
+    tools: Sequence[Tool] = ()
     model: str = ""
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -79,6 +120,7 @@ class GenerateOptions:
     regex: str | None = None
     choice: Sequence[str] = ()
     grammar: str | None = None
+    structural_tag: str | None = None
     n: int | None = None
     best_of: int | None = None
     beam_width: int | None = None
@@ -95,6 +137,7 @@ class GenerateOptions:
     echo: bool | None = None
     truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool | None = None
+    kept_special_token_ids: Sequence[int] = ()
     tier: str = ""
     tenant: str = ""
     adapter: str = ""
@@ -110,6 +153,7 @@ class GenerateOptions:
         for name in _LABEL_FIELDS:
             _set(request, name, getattr(self, name))
         _set_prompt(request, self.prompt)
+        _set_tools(request, self.tools)
         _set(request, "truncate_prompt_tokens", self.truncate_prompt_tokens)
         for name in _SAMPLING_FIELDS:
             _set(request.sampling, f"sampling.{name}", getattr(self, name))
@@ -123,6 +167,8 @@ class GenerateOptions:
         for name in _RESPONSE_FIELDS:
             _set(request.response, f"response.{name}", getattr(self, name))
         _extend(request.response.logprob_token_ids, "response.logprob_token_ids", self.logprob_token_ids)
+        kept = request.response.kept_special_token_ids
+        _extend(kept, "response.kept_special_token_ids", self.kept_special_token_ids)
         for name in _CACHE_FIELDS:
             _set(request.cache, f"cache.{name}", getattr(self, name) or None)
         _extend(request.stopping.stop, "stopping.stop", self.stop)
@@ -143,7 +189,7 @@ _SAMPLING_FIELDS = (
     "n",
     "best_of",
 )
-_CONSTRAINT_FIELDS = ("json_schema", "json_object", "regex", "grammar")
+_CONSTRAINT_FIELDS = ("json_schema", "json_object", "regex", "grammar", "structural_tag")
 _STOPPING_FIELDS = ("max_tokens", "min_tokens", "include_stop_str_in_output", "ignore_eos", "time_limit_s")
 _RESPONSE_FIELDS = ("logprobs", "prompt_logprobs", "echo", "skip_special_tokens")
 _CACHE_FIELDS = ("bypass_prefix_cache", "cache_salt", "shared_salt")
@@ -153,7 +199,8 @@ _CACHE_FIELDS = ("bypass_prefix_cache", "cache_salt", "shared_salt")
 class PinOptions:
     """A prefix to pin, as a request would begin; `tenant` is for administrators, who may act for others.
 
-    A conversation is pinned up to the end of its last message, without the beginning of an answer.
+    A conversation is pinned up to the end of its last message, without the beginning of an answer; `tools` are those
+    that its requests have.
     """
 
     name: str
@@ -163,6 +210,7 @@ class PinOptions:
     cache_salt: str = ""
     shared_salt: str = ""
     tenant: str = ""
+    tools: Sequence[Tool] = ()
 
     def to_pb(self) -> cache_pb2.PinPrefixRequest:
         """The message; raises InvalidArgument for a value its field cannot hold."""
@@ -170,6 +218,7 @@ class PinOptions:
         for name in ("name", "model", "adapter", "tenant"):
             _set(request, name, getattr(self, name))
         _set_prompt(request, self.prompt)
+        _set_tools(request, self.tools)
         if request.HasField("chat"):
             request.chat.add_generation_prompt = False
         for name in ("cache_salt", "shared_salt"):
@@ -183,15 +232,23 @@ def _set_prompt(
     if isinstance(prompt, str):
         _set(request, "prompt.text", prompt)
     elif prompt and isinstance(prompt[0], ChatMessage):
-        messages = (  # made while `_extend` watches: text that is not UTF-8 is found here
-            inference_pb2.ChatMessage(role=m.role, content=m.content) for m in prompt if isinstance(m, ChatMessage)
-        )
+        # made while `_extend` watches: text that is not UTF-8 is found here
+        messages = (message.to_pb() for message in prompt if isinstance(message, ChatMessage))
         _extend(request.chat.messages, "prompt.chat", messages)
     elif isinstance(request, inference_pb2.TokenizeRequest):
         raise InvalidArgument("prompt", "must be text or a conversation that is not empty")
     else:
         request.token_ids.SetInParent()
         _extend(request.token_ids.ids, "prompt.token_ids", prompt)
+
+
+def _set_tools(request: inference_pb2.GenerateRequest | cache_pb2.PinPrefixRequest, tools: Sequence[Tool]) -> None:
+    """The server cannot refuse what is not on its way: tools of a prompt that is no conversation."""
+    if tools and not request.HasField("chat"):
+        raise InvalidArgument("tools", "is only for a conversation")
+    messages = (inference_pb2.Tool(name=t.name, description=t.description, parameters=t.parameters) for t in tools)
+    if tools:
+        _extend(request.chat.tools, "prompt.chat.tools", messages)
 
 
 def _set_constraint(request: inference_pb2.GenerateRequest, options: GenerateOptions) -> None:

@@ -142,6 +142,8 @@ class ModelConfig(_Frozen):
     """Other names clients may use."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of weights, activations and KV blocks; all workers of a cluster agree."""
+    tool_format: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = "auto"
+    """How the model writes calls of tools, for OpenAI's interface to read; `auto` is as its chat template does."""
     cache_dir: Path = Path("~/.cache/kvferry")
     """Where models fetched or converted by `kvferry` and the kernels built for this machine are kept."""
 

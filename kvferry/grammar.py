@@ -5,7 +5,8 @@
 
 A grammar is llguidance's: text in its Lark dialect, or JSON with a JSON schema. Its bounds count work, not time, so
 that one grammar meets the same fate on every machine. Special tokens have no text here: no grammar can ask for one, and
-their text in a grammar stays text.
+their text in a grammar stays text. Of other added tokens those that look like `<tool_call>` have none either: a grammar
+asks for one by its id, and their text is spelled by other tokens.
 """
 
 from __future__ import annotations
@@ -145,13 +146,19 @@ class _Tokens:
         self.table = LLTokenizer(json.dumps(content), n_vocab=num_ids, eos_token=list(eos_token_ids))
 
 
+def is_text(added_token: str, *, is_special: bool) -> bool:
+    """Whether the library takes an added token for its text; else grammars can name it by its id, `<[42]>`, alone."""
+    return not (is_special or (added_token.startswith("<") and added_token.endswith(">")))
+
+
 def _rename_special(tokenizer: dict[str, Any]) -> None:
-    """Gives special tokens names that no text has: where the library knows what comes next, it tokenises that text."""
+    """Gives tokens that are no text names that no text has: text that must come is tokenised, and must not give one."""
     model = tokenizer["model"]
     names = {}
     for token in tokenizer["added_tokens"]:
-        if token["special"]:
+        if not is_text(token["content"], is_special=token["special"]):
             names[token["content"]] = token["content"] = f"\ue000{token['id']}\ue001"
+            token["special"] = True
     if isinstance(model["vocab"], dict):
         model["vocab"] = {names.get(text, text): token_id for text, token_id in model["vocab"].items()}
     else:

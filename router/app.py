@@ -34,6 +34,7 @@ from router.selection import PairSelector
 from router.service import SERVICE_NAME, InferenceServicer
 from router.serving import RouterParts, Serving
 from router.text.tokenizer import TextTokenizer
+from router.tools.formats import tool_format
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +157,8 @@ class RouterApp:
                 count_retry=metrics.count_retry,
                 count_move=metrics.count_move,
             )
-            models.append(Model(model.public_name, model.aliases, tokenizer, workers, cluster))
+            form = tool_format(model.tool_format, tokenizer.chat_template.tool_source)
+            models.append(Model(model.public_name, model.aliases, tokenizer, workers, cluster, form))
         return Models(models)
 
     def why_not_ready(self) -> tuple[str, ...]:

@@ -6,21 +6,24 @@ validate ─► `constraint_of`, cheap checks ─► `checked_grammar`, off the 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from llguidance import LLMatcher, grammar_from
 
-from kvferry.errors import InvalidArgument
+from kvferry.errors import InvalidArgument, UnsupportedField
 from kvferry.grammar import MAX_GRAMMAR_BYTES, MAX_REASON_CHARS, GrammarRefused, Grammars
 from proto.kvferry.v1 import inference_pb2 as pb
+from router.tag_grammar import Tag, tag_grammar
 
 MAX_CHOICE_STRINGS = 1_024
+MAX_STRUCTURES = 128
 WHITESPACE = r"[ \t\r\n]{1,32}"
 """Between two parts of JSON: whatever a model writes by habit, and an end to a model that writes nothing else."""
 EXTENSION_KEY = "x-guidance"
 
-CONSTRAINT_FIELDS = ("json_schema", "json_object", "regex", "choice", "grammar")
+CONSTRAINT_FIELDS = ("json_schema", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,7 @@ class OutputConstraint:
 
     Attributes:
         field: which field of the request says so; one of `CONSTRAINT_FIELDS`.
-        text: its value; a JSON list for `choice`, a JSON schema for `json_object`, too.
+        text: its value; a JSON list for `choice`, a JSON schema for `json_object`, too; checked for `structural_tag`.
     """
 
     field: str
@@ -49,13 +52,21 @@ def constraint_of(message: pb.GenerateRequest) -> OutputConstraint | None:
             return OutputConstraint("choice", _bounded("choice", _choices(message.choice.choices)))
         case "grammar":
             return OutputConstraint("grammar", _bounded("grammar", message.grammar))
+        case "structural_tag":
+            tag = _bounded("structural_tag", message.structural_tag)
+            return OutputConstraint("structural_tag", _structural_tag(tag))
     return None
 
 
 async def checked_grammar(
-    constraint: OutputConstraint | None, grammars: Grammars, eos_token_ids: tuple[int, ...]
+    constraint: OutputConstraint | None,
+    grammars: Grammars,
+    eos_token_ids: tuple[int, ...],
+    named_ids: Mapping[str, int] | None = None,
 ) -> str:
     """The grammar for the workers, which has been compiled here; empty for no constraint.
+
+    `named_ids`: tokens whose text is none to the library, by text (`tag_grammar.py`).
 
     Raises:
         InvalidArgument: the constraint is malformed, too complex, or matches nothing; with the library's reason.
@@ -66,14 +77,14 @@ async def checked_grammar(
     if not eos_token_ids:
         raise InvalidArgument(constraint.field, "cannot be kept: the model has no end-of-sequence id to end it with")
     try:
-        grammar = await grammars.run(lambda: _grammar(constraint))
+        grammar = await grammars.run(lambda: _grammar(constraint, named_ids or {}))
         await grammars.compiled(grammar, eos_token_ids)
     except GrammarRefused as error:
         raise InvalidArgument(constraint.field, str(error)) from error
     return grammar
 
 
-def _grammar(constraint: OutputConstraint) -> str:
+def _grammar(constraint: OutputConstraint, named_ids: Mapping[str, int]) -> str:
     match constraint.field:
         case "regex":
             return LLMatcher.grammar_from_regex(constraint.text)
@@ -85,8 +96,28 @@ def _grammar(constraint: OutputConstraint) -> str:
                 return grammar_from("grammar", constraint.text)
             except Exception as error:  # whatever its converter of GBNF raises
                 raise GrammarRefused(str(error)[:MAX_REASON_CHARS]) from error
+        case "structural_tag":
+            return _tag_grammar(json.loads(constraint.text), named_ids)
+    return json.dumps({"grammars": [{"json_schema": schema_with_options(json.loads(constraint.text))}]})
+
+
+def schema_with_options(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema as the library shall read it: exactly, with bounded white space."""
     options = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
-    return json.dumps({"grammars": [{"json_schema": {**json.loads(constraint.text), EXTENSION_KEY: options}}]})
+    return {**schema, EXTENSION_KEY: options}
+
+
+def _tag_grammar(tag: Mapping[str, Any], named_ids: Mapping[str, int]) -> str:
+    tags = [
+        Tag(
+            trigger=next(trigger for trigger in tag["triggers"] if one["begin"].startswith(trigger)),
+            begin=one["begin"],
+            schema=schema_with_options(one["schema"]),
+            end=one["end"],
+        )
+        for one in tag["structures"]
+    ]
+    return tag_grammar(tags, named_ids)
 
 
 def _bounded(field: str, text: str) -> str:
@@ -99,18 +130,65 @@ def _bounded(field: str, text: str) -> str:
 
 
 def _schema(text: str) -> str:
+    schema, normal = _json("json_schema", text)
+    return "{}" if _checked_schema("json_schema", schema) == {} else normal
+
+
+def _json(field: str, text: str) -> tuple[Any, str]:
+    """The value, and its shortest text."""
     try:
-        schema = json.loads(text)
-        normal = json.dumps({} if schema is True else schema, allow_nan=False, separators=(",", ":"))
+        value = json.loads(text)
+        return value, json.dumps(value, allow_nan=False, separators=(",", ":"))
     except (ValueError, RecursionError) as error:
-        raise InvalidArgument("json_schema", f"is not JSON: {error}") from error
+        raise InvalidArgument(field, f"is not JSON: {error}") from error
+
+
+def _checked_schema(field: str, schema: object) -> dict[str, Any]:
     if schema is False:
-        raise InvalidArgument("json_schema", "is false: no output can match it")
-    if schema is not True and not isinstance(schema, dict):
-        raise InvalidArgument("json_schema", f"must be an object, got a {type(schema).__name__}")
-    if isinstance(schema, dict) and EXTENSION_KEY in schema:
-        raise InvalidArgument("json_schema", f"has {EXTENSION_KEY}, which is not supported")
-    return normal
+        raise InvalidArgument(field, "is false: no output can match it")
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise InvalidArgument(field, f"must be an object, got a {type(schema).__name__}")
+    if EXTENSION_KEY in schema:
+        raise InvalidArgument(field, f"has {EXTENSION_KEY}, which is not supported")
+    return schema
+
+
+def _structural_tag(text: str) -> str:
+    """With schemas that are objects, without what says nothing."""
+    tag, _ = _json("structural_tag", text)
+    if not isinstance(tag, dict):
+        raise InvalidArgument("structural_tag", f"must be an object, got a {type(tag).__name__}")
+    for name in tag:
+        if name not in ("type", "structures", "triggers"):
+            raise UnsupportedField(f"structural_tag.{name}")
+    if tag.get("type", "structural_tag") != "structural_tag":
+        raise InvalidArgument("structural_tag.type", "must be structural_tag")
+    triggers = _texts("structural_tag.triggers", tag.get("triggers"))
+    structures = tag.get("structures")
+    if not isinstance(structures, list) or not 1 <= len(structures) <= MAX_STRUCTURES:
+        raise InvalidArgument("structural_tag.structures", f"must be a list of 1 to {MAX_STRUCTURES} structures")
+    checked = [_structure(f"structural_tag.structures[{n}]", one, triggers) for n, one in enumerate(structures)]
+    return json.dumps({"structures": checked, "triggers": triggers})
+
+
+def _structure(field: str, structure: object, triggers: Sequence[str]) -> dict[str, Any]:
+    if not isinstance(structure, dict) or structure.keys() != {"begin", "schema", "end"}:
+        raise InvalidArgument(field, "must be an object with begin, schema and end, and nothing else")
+    begin, end = structure["begin"], structure["end"]
+    if not isinstance(begin, str) or not any(begin.startswith(trigger) for trigger in triggers):
+        raise InvalidArgument(f"{field}.begin", "must be a text that starts with one of the triggers")
+    if not isinstance(end, str):
+        raise InvalidArgument(f"{field}.end", "must be a text")
+    return {"begin": begin, "schema": _checked_schema(f"{field}.schema", structure["schema"]), "end": end}
+
+
+def _texts(field: str, texts: object) -> list[str]:
+    found = texts if isinstance(texts, list) else []
+    if not 1 <= len(found) <= MAX_STRUCTURES or not all(isinstance(text, str) and text for text in found):
+        raise InvalidArgument(field, f"must be a list of 1 to {MAX_STRUCTURES} texts, none of them empty")
+    return list(dict.fromkeys(found))
 
 
 def _choices(choices: Sequence[str]) -> str:

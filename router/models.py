@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from kvferry.config import Config
 from kvferry.errors import NotFound, Unavailable
+from router.chat import ChatPrompt
 from router.cluster import Cluster
 from router.model_workers import ModelWorkers
 from router.text.tokenizer import PromptLimits, TextTokenizer
-from router.validation import ChatPrompt, Limits, Prompt, TextPrompt, TokenPrompt
+from router.tools.formats import ToolFormat
+from router.validation import Limits, Prompt, TextPrompt, TokenPrompt
 from router.worker import Role
 
 
@@ -24,6 +26,7 @@ class Model:
         tokenizer: its text plane.
         workers: those that serve it.
         cluster: what the runs of its requests share.
+        tool_format: how it writes calls of tools; None where that is not known.
     """
 
     name: str
@@ -31,6 +34,7 @@ class Model:
     tokenizer: TextTokenizer
     workers: ModelWorkers
     cluster: Cluster
+    tool_format: ToolFormat | None = None
 
     def limits(self, config: Config) -> Limits:
         """What requests are checked against. Raises Unavailable, naming what is missing, until a worker was seen."""
@@ -73,9 +77,9 @@ class Model:
                 return token_ids
             case TextPrompt(text):
                 return await self.tokenizer.encode_async(text, limits=bounds, add_special_tokens=add_special_tokens)
-            case ChatPrompt(messages, add_generation_prompt):
+            case ChatPrompt(messages, add_generation_prompt, tools):
                 return await self.tokenizer.encode_chat_async(
-                    messages, limits=bounds, add_generation_prompt=add_generation_prompt
+                    messages, tools=tools, limits=bounds, add_generation_prompt=add_generation_prompt
                 )
 
 

@@ -57,9 +57,12 @@ class RequestOutput:
         ]
         self._ledger = ledger
         self._held = [Outbox() for _ in range(request.best_of)] if request.ranks_candidates else []
-        skips = request.carries.skip_special_tokens
         prompt = Detokenizer.behind(
-            token_bytes, prompt_token_ids, skip_special_tokens=skips, marks_half=echo is not None
+            token_bytes,
+            prompt_token_ids,
+            skip_special_tokens=request.carries.skip_special_tokens,
+            kept_special_ids=request.carries.kept_special_token_ids,
+            marks_half=echo is not None,
         )
         stops = StopStrings(request.stop) if request.stop else None
         self._choices = [

@@ -12,6 +12,7 @@ from router.logit_rules import check_ids
 MAX_LOGPROBS = 20
 """Alternatives a token: each is a line of the response, and a search through the vocabulary."""
 MAX_LOGPROB_TOKEN_IDS = 128
+MAX_KEPT_SPECIAL_TOKEN_IDS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class ResponseParts:
 
     Attributes:
         skip_special_tokens: whether special tokens are left out of the text.
+        kept_special_token_ids: those whose text stays all the same.
         echo: whether the text of each choice begins with the prompt's.
         num_logprobs: most likely tokens told of beside each output token; None for no log-probabilities.
         num_prompt_logprobs: most likely tokens told of beside each prompt token; None for no log-probabilities.
@@ -34,6 +36,7 @@ class ResponseParts:
     num_logprobs: int | None
     num_prompt_logprobs: int | None
     logprob_token_ids: tuple[int, ...]
+    kept_special_token_ids: frozenset[int] = frozenset()
 
     @property
     def logprobs(self) -> bool:
@@ -53,6 +56,7 @@ def response_parts(message: pb.GenerateRequest, vocab_size: int) -> ResponsePart
         num_logprobs=_num_logprobs(response, "logprobs"),
         num_prompt_logprobs=_num_logprobs(response, "prompt_logprobs"),
         logprob_token_ids=_logprob_token_ids(response, vocab_size),
+        kept_special_token_ids=_kept_special_token_ids(response, vocab_size),
     )
 
 
@@ -78,6 +82,14 @@ def _echo(message: pb.GenerateRequest) -> bool:
     if not is_on(message.response, "text"):
         raise InvalidArgument("response.echo", "needs response.text, which is off")
     return True
+
+
+def _kept_special_token_ids(response: pb.ResponseOptions, vocab_size: int) -> frozenset[int]:
+    field, token_ids = "response.kept_special_token_ids", response.kept_special_token_ids
+    if len(token_ids) > MAX_KEPT_SPECIAL_TOKEN_IDS:
+        raise InvalidArgument(field, f"has {len(token_ids)} ids; at most {MAX_KEPT_SPECIAL_TOKEN_IDS} are allowed")
+    check_ids(field, token_ids, vocab_size)
+    return frozenset(token_ids)
 
 
 def _logprob_token_ids(response: pb.ResponseOptions, vocab_size: int) -> tuple[int, ...]:

@@ -170,7 +170,9 @@ class Serving:
         span.set_attribute(Attributes.REQUEST_MAX_TOKENS, max_tokens)
         bad_words = [ids for word in request.bad_words for ids in model.tokenizer.bad_word_token_ids(word)]
         tokenizer = model.tokenizer
-        grammar = await checked_grammar(request.constraint, tokenizer.grammars, tokenizer.eos_token_ids)
+        grammar = await checked_grammar(
+            request.constraint, tokenizer.grammars, tokenizer.eos_token_ids, tokenizer.named_ids
+        )
         sampling = request.sampling_params(max_tokens, tokenizer.eos_token_ids, bad_words, grammar)
         return PreparedRequest(server_id, request, tuple(token_ids), sampling, deadline_s)
 
@@ -240,7 +242,10 @@ def _echo_of(prepared: PreparedRequest, tokenizer: TextTokenizer) -> EchoedPromp
     if isinstance(request.prompt, TextPrompt) and request.truncate_prompt_tokens is None:
         return EchoedPrompt(request.prompt.text)
     return EchoedPrompt.of_tokens(
-        prepared.prompt_token_ids, tokenizer.token_bytes, skip_special_tokens=request.carries.skip_special_tokens
+        prepared.prompt_token_ids,
+        tokenizer.token_bytes,
+        skip_special_tokens=request.carries.skip_special_tokens,
+        kept_special_ids=request.carries.kept_special_token_ids,
     )
 
 

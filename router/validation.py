@@ -25,18 +25,15 @@ from kvferry.kv_layout import KvLayout, num_beam_blocks
 from kvferry.sampling import GREEDY_BELOW_TEMPERATURE, BeamParams, LogitRules, SamplingParams
 from kvferry.worker import check_progress_timeout
 from proto.kvferry.v1 import inference_pb2 as pb
+from router.chat import ChatPrompt, chat_prompt
 from router.constraint import CONSTRAINT_FIELDS, OutputConstraint, constraint_of
 from router.logit_rules import checked_bad_words, logit_rules
-from router.response_parts import ResponseParts, is_on, response_parts
+from router.response_parts import ResponseParts, response_parts
 from router.resume import ReceivedResponse, resume_of
 from router.session import Session
-from router.text.chat_template import FIELD as CHAT_FIELD
-from router.text.chat_template import ChatMessage
 from router.text.tokenizer import TEXT_FIELD
 
 HEARTBEATS_PER_TIMEOUT = 3
-MAX_CHAT_MESSAGES = 2_048
-"""Every message costs work in Python while others wait; no conversation within a context has more."""
 MAX_REQUEST_ID_CHARS = 256
 MAX_SESSION_ID_CHARS = 256
 MAX_STOP_STRINGS = 16
@@ -107,14 +104,6 @@ class TokenPrompt:
     """Token ids as they are."""
 
     token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A conversation, to be rendered with the model's template."""
-
-    messages: tuple[ChatMessage, ...]
-    add_generation_prompt: bool
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -361,11 +350,7 @@ def _check_quota(role: str, tenant: str, num_needed: int, what: str, num_blocks:
 
 # --- fields this version does not support: name → whether it is set to something that would change the output ---
 
-UNSUPPORTED_FIELDS: Mapping[str, Callable[[pb.GenerateRequest], bool]] = MappingProxyType(
-    {
-        "structural_tag": lambda m: m.HasField("structural_tag"),
-    }
-)
+UNSUPPORTED_FIELDS: Mapping[str, Callable[[pb.GenerateRequest], bool]] = MappingProxyType({})
 
 
 def _refuse(message: pb.GenerateRequest, limits: Limits) -> None:
@@ -481,23 +466,9 @@ def _prompt(message: pb.GenerateRequest, limits: Limits) -> Prompt:
                 raise InvalidArgument(TOKENS_FIELD, "is empty; at least one id is needed")
             return TokenPrompt(_in_vocabulary(TOKENS_FIELD, message.token_ids.ids, limits))
         case "chat":
-            return _chat(message.chat)
+            return chat_prompt(message.chat)
         case _:
             raise InvalidArgument(PROMPT_FIELD, "one of text, token_ids and chat must be set")
-
-
-def _chat(chat: pb.Chat) -> ChatPrompt:
-    if not chat.messages:
-        raise InvalidArgument(f"{CHAT_FIELD}.messages", "is empty; at least one message is needed")
-    if len(chat.messages) > MAX_CHAT_MESSAGES:
-        raise InvalidArgument(
-            f"{CHAT_FIELD}.messages", f"has {len(chat.messages)} messages; at most {MAX_CHAT_MESSAGES} are allowed"
-        )
-    for index, message in enumerate(chat.messages):
-        if not message.role:
-            raise InvalidArgument(f"{CHAT_FIELD}.messages[{index}].role", "is empty")
-    messages = tuple(ChatMessage(message.role, message.content) for message in chat.messages)
-    return ChatPrompt(messages, is_on(chat, "add_generation_prompt"))
 
 
 def _in_vocabulary(field: str, token_ids: Sequence[int], limits: Limits) -> tuple[int, ...]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from kvferry.errors import InvalidArgument
 from proto.kvferry.v1 import inference_pb2 as pb
-from router.openai.body import Body, Strings
+from router.openai.body import AtFirstFault, Body, Strings
 
 Json = dict[str, Any]
 
@@ -26,15 +26,21 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's."""
+    """OpenAI's, and vLLM's structural tags."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    structures: Annotated[tuple[Json, ...], AtFirstFault()] | None = None
+    triggers: Strings | None = None
 
     def constraints(self) -> dict[str, object]:
         """By field of GenerateRequest."""
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise InvalidArgument("response_format", "json_schema goes with the type json_schema, and with no other")
+        if (self.type == "structural_tag") != (self.structures is not None or self.triggers is not None):
+            raise InvalidArgument("response_format", "structures and triggers go with the type structural_tag alone")
+        if self.type == "structural_tag":
+            return {"structural_tag": json.dumps({"structures": self.structures, "triggers": self.triggers})}
         if self.json_schema is not None:
             return {"json_schema": json.dumps(self.json_schema.schema_)}
         return {"json_object": True} if self.type == "json_object" else {}

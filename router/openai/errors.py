@@ -109,6 +109,7 @@ NEVER_FITS = Answer(400, INVALID, "request_too_demanding")
 FIELD_NAMES = MappingProxyType(
     {
         "prompt.chat.messages": "messages",
+        "prompt.chat.tools": "tools",
         "prompt.chat": "messages",
         "prompt.text": "prompt",
         "prompt.token_ids": "prompt",
@@ -116,6 +117,7 @@ FIELD_NAMES = MappingProxyType(
         "beam_search.width": "n",
         "json_schema": "response_format",
         "json_object": "response_format",
+        "structural_tag": "structured_outputs.structural_tag",
     }
 )
 """Fields of GenerateRequest that have another name here; of others the group (`sampling.`) is left out."""

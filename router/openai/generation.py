@@ -25,6 +25,7 @@ from router.openai.fields import GenerationFields
 from router.openai.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from router.openai.requests import ChatBody, CompletionBody
 from router.openai.responses import Form, Logprobs, ResponseText
+from router.openai.tools import Calling
 from router.openai.writers import EventWriter, WholeWriter, Writer
 from router.text.detokenizer import Detokenizer
 from router.text.token_bytes import TokenBytes
@@ -34,29 +35,40 @@ from router.validation import PROMPT_FIELD
 async def complete(call: Call) -> None:
     """`POST /v1/completions`."""
     body = parse(CompletionBody, await call.body())
-    await _generate(call, body, is_chat=False)
+    messages = body.requests(call.exchange.request_id)
+    await _generate(call, body, messages, _form(body, messages[0], _model(call, messages[0]), is_chat=False))
 
 
 async def chat(call: Call) -> None:
     """`POST /v1/chat/completions`."""
     body = parse(ChatBody, await call.body())
-    await _generate(call, body, is_chat=True)
+    (message,) = body.requests(call.exchange.request_id)
+    model = _model(call, message)
+    calling = body.calling(message, model)
+    await _generate(call, body, (message,), _form(body, message, model, is_chat=True, calling=calling))
 
 
-async def _generate(call: Call, body: GenerationFields, *, is_chat: bool) -> None:
-    messages = body.requests(call.exchange.request_id)
+def _model(call: Call, message: pb.GenerateRequest) -> Model:
+    return call.serving.parts.models.find(message.model)
+
+
+async def _generate(call: Call, body: GenerationFields, messages: Sequence[pb.GenerateRequest], form: Form) -> None:
     for message in messages:
         message.session_id = message.session_id or call.exchange.headers.get(SESSION_ID, "")
     if body.user:
         call.span.set_attribute(Attributes.END_USER_ID, body.user)
-    form = _form(body, messages[0], call.serving.parts.models.find(messages[0].model), is_chat=is_chat)
     response = ResponseText(form, num_choices=max(1, messages[0].sampling.n))
     writer: Writer
     if body.stream:
         writer = EventWriter(call.exchange, response, num_prompts=len(messages), includes_usage=body.includes_usage)
     else:
         writer = WholeWriter(call.exchange, response)
-    await _run_all([_run(call, messages, prompt, writer) for prompt in range(len(messages))])
+    try:
+        await _run_all([_run(call, messages, prompt, writer) for prompt in range(len(messages))])
+    except InvalidArgument as error:
+        if error.field == "grammar" and form.calling is not None and form.calling.grammar:  # no caller's: there is one
+            raise InvalidArgument("tools", error.message.removeprefix("grammar: ")) from error
+        raise
     await writer.end()
 
 
@@ -91,7 +103,14 @@ async def _run_all(requests: Iterable[Coroutine[None, None, None]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _form(body: GenerationFields, message: pb.GenerateRequest, model: Model, *, is_chat: bool) -> Form:
+def _form(
+    body: GenerationFields,
+    message: pb.GenerateRequest,
+    model: Model,
+    *,
+    is_chat: bool,
+    calling: Calling | None = None,
+) -> Form:
     return Form(
         id_prefix="chatcmpl-" if is_chat else "cmpl-",
         whole="chat.completion" if is_chat else "text_completion",
@@ -100,6 +119,7 @@ def _form(body: GenerationFields, message: pb.GenerateRequest, model: Model, *, 
         new_logprobs=_new_logprobs(body, message, model.tokenizer.token_bytes, is_chat=is_chat),
         shows_ids=bool(body.return_token_ids),
         echoes=message.response.echo,
+        calling=calling,
     )
 
 

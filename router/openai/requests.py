@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -12,6 +12,7 @@ from proto.kvferry.v1 import inference_pb2 as pb
 from proto.kvferry.v1 import types_pb2
 from router.openai.body import AtFirstFault, Body, Ids, Strings, UInt
 from router.openai.fields import GenerationFields
+from router.openai.tools import BodyToolCall, ToolBody, ToolFields
 
 MAX_PROMPTS = 128
 """Prompts of one call: each is a request of its own, admitted like any other."""
@@ -73,27 +74,59 @@ class ContentPart(Body):
 
 
 class ChatBodyMessage(Body):
-    """One turn."""
+    """One turn. What responses have besides and is null here may be sent back as it came."""
 
     role: Annotated[str, Field(min_length=1)]
-    content: str | Annotated[tuple[ContentPart, ...], AtFirstFault()]
+    content: str | Annotated[tuple[ContentPart, ...], AtFirstFault()] | None = None
+    name: str | None = None
+    tool_calls: Annotated[tuple[BodyToolCall, ...], AtFirstFault()] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
 
     @property
     def text(self) -> str:
         """Parts are lines, as in vLLM."""
-        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "\n".join(part.text for part in self.content)
+
+    def to_pb(self, place: str) -> pb.ChatMessage:
+        """As gRPC's clients send it. Raises InvalidArgument for a turn without content that calls nothing."""
+        if self.content is None and not self.tool_calls:
+            raise InvalidArgument(f"{place}.content", "is missing; only a turn with tool_calls can do without")
+        if self.tool_calls and self.role != "assistant":
+            raise InvalidArgument(f"{place}.tool_calls", "is only for the role assistant")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise InvalidArgument(f"{place}.tool_call_id", "is only for the role tool")
+        calls = [
+            pb.ToolCall(id=call.id or "", name=call.function.name, arguments=call.function.arguments)
+            for call in self.tool_calls or ()
+        ]
+        return pb.ChatMessage(
+            role=self.role,
+            content=self.text,
+            tool_calls=calls,
+            tool_call_id=self.tool_call_id or "",
+            name=self.name or "",
+        )
 
 
 ChatMessages = Annotated[tuple[ChatBodyMessage, ...], AtFirstFault()]
 
 
-def chat_of(messages: ChatMessages, add_generation_prompt: bool | None) -> pb.Chat:
+def chat_of(
+    messages: ChatMessages, add_generation_prompt: bool | None, tools: Sequence[ToolBody] | None = None
+) -> pb.Chat:
     """A conversation as gRPC's clients send it."""
-    turns = [pb.ChatMessage(role=message.role, content=message.text) for message in messages]
-    return pb.Chat(messages=turns, add_generation_prompt=add_generation_prompt)
+    turns = [message.to_pb(f"messages[{index}]") for index, message in enumerate(messages)]
+    offered = [tool.to_pb() for tool in tools or ()]
+    return pb.Chat(messages=turns, add_generation_prompt=add_generation_prompt, tools=offered)
 
 
-class ChatBody(GenerationFields):
+class ChatBody(GenerationFields, ToolFields):
     """`/v1/chat/completions`."""
 
     messages: ChatMessages
@@ -101,8 +134,6 @@ class ChatBody(GenerationFields):
     max_completion_tokens: UInt | None = None
     logprobs: bool | None = None
     top_logprobs: UInt | None = None
-    tools: tuple[dict[str, Any], ...] | None = None
-    tool_choice: str | dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
@@ -114,12 +145,8 @@ class ChatBody(GenerationFields):
 
     def requests(self, label: str) -> tuple[pb.GenerateRequest, ...]:
         """The one there is."""
-        if self.tools:
-            raise UnsupportedField("tools")
-        if self.tool_choice not in (None, "none"):
-            raise UnsupportedField("tool_choice")
         message = self._common(label)
-        message.chat.CopyFrom(chat_of(self.messages, self.add_generation_prompt))
+        message.chat.CopyFrom(chat_of(self.messages, self.add_generation_prompt, self.offered))
         if self.max_completion_tokens is not None:
             message.stopping.max_tokens = self.max_completion_tokens
         if self.logprobs:

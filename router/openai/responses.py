@@ -17,6 +17,8 @@ from kvferry.sampling import Finish, FinishKind
 from kvferry.wire import finish_from_pb
 from proto.kvferry.v1 import inference_pb2 as pb
 from proto.kvferry.v1 import types_pb2
+from router.openai.calls import Calls
+from router.openai.tools import Calling
 
 FINISH_REASONS: Mapping[FinishKind, str] = MappingProxyType(
     {
@@ -50,6 +52,7 @@ class Form:
         new_logprobs: makes a choice's; None where none are asked for.
         shows_ids: token ids beside the text (vLLM's `return_token_ids`).
         echoes: of completions, whether log-probabilities begin with the prompt's, as the text does.
+        calling: of chats with tools, how calls are read; None where there are none.
     """
 
     id_prefix: str
@@ -59,6 +62,7 @@ class Form:
     new_logprobs: Callable[[], Logprobs] | None
     shows_ids: bool
     echoes: bool = False
+    calling: Calling | None = None
 
 
 @dataclass(slots=True)
@@ -76,23 +80,38 @@ class Choice:
     logprobs: Logprobs | None = None
     is_open: bool = False
     has_echoed: bool = False  # the prompt's log-probabilities are told
+    calls: Calls | None = None
 
     def __post_init__(self) -> None:
         if self.form.new_logprobs is not None:
             self.logprobs = self.form.new_logprobs()
+        if self.form.calling is not None:
+            self.calls = Calls(self.form.calling)
 
     def add(self, delta: pb.ChoiceDelta) -> None:
         """More of it."""
-        self.text.append(delta.text)
+        self.text.append(delta.text if self.calls is None else self.calls.push(delta.text))
         self.token_ids.extend(delta.token_ids)
         self.told.extend(delta.logprobs)
+
+    def end(self, finish: Finish) -> None:
+        """No more of it."""
+        self.finish = finish
+        if self.calls is not None:
+            self.text.append(self.calls.finish())
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is anything to tell: text may be held back until it is known what it is."""
+        has_calls = self.calls is not None and self.calls.has_news
+        return has_calls or any(self.text) or bool(self.token_ids or self.told) or self.finish is not None
 
     def take(self, *, is_chunk: bool) -> dict[str, Any]:
         """What there is now, as it is told; it is forgotten."""
         text = "".join(self.text)
         content: dict[str, Any] = {"index": self.index, **self._content(text, is_chunk=is_chunk)}
         content["logprobs"] = None if self.logprobs is None else self._logprobs(is_chunk=is_chunk)
-        content["finish_reason"] = None if self.finish is None else FINISH_REASONS[self.finish.kind]
+        content["finish_reason"] = None if self.finish is None else self._finish_reason(self.finish)
         content["stop_reason"] = None if self.finish is None else _stop_reason(self.finish)
         if self.form.shows_ids:
             content["token_ids"] = list(self.token_ids)
@@ -106,16 +125,32 @@ class Choice:
     def opening(self) -> dict[str, Any]:
         """The first chunk of a chat's choice: who speaks."""
         self.is_open = True
-        delta = {"role": "assistant", "content": ""}
+        delta = {"role": "assistant", "content": "" if self.calls is None else None}
         ids = {"prompt_token_ids": list(self.prompt_token_ids)} if self.form.shows_ids else {}
         return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None, **ids}
 
     def _content(self, text: str, *, is_chunk: bool) -> dict[str, Any]:
         if not self.form.is_chat:
             return {"text": text}
+        if self.calls is not None:
+            return self._content_with_calls(text, self.calls, is_chunk=is_chunk)
         if is_chunk:
             return {"delta": {"content": text} if text or self.token_ids or self.told else {}}
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _content_with_calls(self, text: str, calls: Calls, *, is_chunk: bool) -> dict[str, Any]:
+        if is_chunk:
+            pieces = calls.take_pieces()
+            return {"delta": ({"content": text} if text else {}) | ({"tool_calls": pieces} if pieces else {})}
+        whole = calls.take_whole()
+        content = text or (None if whole else "")
+        message = {"role": "assistant", "content": content, "refusal": None}
+        return {"message": message | ({"tool_calls": whole} if whole else {})}
+
+    def _finish_reason(self, finish: Finish) -> str:
+        """Calls that the client is to make are why a choice ended, unless it was cut."""
+        reason = FINISH_REASONS[finish.kind]
+        return "tool_calls" if reason == "stop" and self.calls is not None and self.calls.are_whole else reason
 
     def _logprobs(self, *, is_chunk: bool) -> dict[str, Any] | None:
         assert self.logprobs is not None
@@ -174,7 +209,7 @@ class ResponseText:
                 return choice
             case "finish":
                 choice = self._choice(prompt, message.finish.index)
-                choice.finish = finish_from_pb(message.finish.finish)
+                choice.end(finish_from_pb(message.finish.finish))
                 return choice
             case "completed":
                 self._usages.append(message.completed.usage)

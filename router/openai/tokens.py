@@ -8,6 +8,7 @@ from router.models import Model
 from router.openai.body import Body, Ids, parse
 from router.openai.endpoint import Call
 from router.openai.requests import ChatMessages, chat_of
+from router.openai.tools import Tools
 from router.tokenizing import detokenize as ids_to_text
 from router.tokenizing import tokenize as text_to_ids
 from router.validation import Limits
@@ -19,6 +20,7 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: ChatMessages | None = None
+    tools: Tools | None = None
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -28,10 +30,12 @@ class TokenizeBody(Body):
         if (self.prompt is None) == (self.messages is None):
             raise InvalidArgument("prompt", "exactly one of prompt and messages must be set")
         if self.messages is not None:
-            chat = chat_of(self.messages, self.add_generation_prompt)
+            chat = chat_of(self.messages, self.add_generation_prompt, self.tools)
             return pb.TokenizeRequest(chat=chat, add_special_tokens=self.add_special_tokens or None)
         if self.add_generation_prompt is not None:
             raise InvalidArgument("add_generation_prompt", "is only for messages")
+        if self.tools:
+            raise InvalidArgument("tools", "is only for messages")
         return pb.TokenizeRequest(text=self.prompt, add_special_tokens=self.add_special_tokens)
 
 

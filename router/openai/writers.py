@@ -54,7 +54,7 @@ class EventWriter:
         if self._response.num_started == self._num_prompts:
             self._all_started.set()
         await self._all_started.wait()
-        if choice is not None:
+        if choice is not None and choice.has_news:
             await self._tell(choice)
 
     async def _tell(self, choice: Choice) -> None:

@@ -15,25 +15,30 @@ always) the rendered chat is encoded in one go and this module only looks. Else:
 Control tokens are the special tokens, except the one for unknown text, and other added tokens that the template's
 source writes, except white space.
 A role is part of the template's grammar: control text in a role is refused.
+
+Tools and calls of them are marked text by text, keys of their JSON included. Templates write them as JSON, which leaves
+marks and control texts as they are; where one escapes them, the chat is refused.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import zip_longest
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
 from kvferry.errors import InvalidArgument
-from router.text.chat_template import FIELD, ChatMessage, ChatTemplate
+from router.text.chat_template import FIELD, ChatMessage, ChatTemplate, Tool, ToolCall
 
 # Unicode noncharacters: never assigned, not meant for interchange, in no vocabulary.
 OPEN, CLOSE, GUARD = "\ufdd0", "\ufdd1", "\ufdd2"
 
 
+_ESCAPED_MARK = re.compile(r"\\+u\{?fdd[012]", re.IGNORECASE)
 _MARKED = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}|[{OPEN}{CLOSE}]")
 
 
@@ -74,26 +79,27 @@ class ControlText:
         assert guard_id is not None
         self._guard_id = guard_id
 
-    def mark(self, messages: Sequence[ChatMessage]) -> list[ChatMessage] | None:
-        """The messages with every control text in a content between marks; None where there is none to mark.
+    def mark(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()
+    ) -> tuple[list[ChatMessage], list[Tool]] | None:
+        """The same with every control text of the caller between marks; None where there is none to mark.
 
         Raises InvalidArgument for control text in a role, and for control text beside the marks' own characters.
         """
         for index, message in enumerate(messages):
             if self._suspects(message.role) and self._spans(message.role):
                 raise InvalidArgument(FIELD, f"messages[{index}].role holds the text of a control token")
-        spans = [self._spans(message.content) if self._suspects(message.content) else [] for message in messages]
-        if not any(spans):
+        if not any(self._suspects(text) and self._spans(text) for _, text in _texts(messages, tools)):
             return None
-        for index, message in enumerate(messages):
-            if any(mark in message.content for mark in (OPEN, CLOSE, GUARD)):
-                raise InvalidArgument(
-                    FIELD, f"messages[{index}].content holds a noncharacter (U+FDD0 to U+FDD2) beside control text"
-                )
-        return [ChatMessage(m.role, _mark(m.content, found)) for m, found in zip(messages, spans, strict=True)]
+        for place, text in _texts(messages, tools):
+            if any(mark in text for mark in (OPEN, CLOSE, GUARD)):
+                raise InvalidArgument(FIELD, f"{place} holds a noncharacter (U+FDD0 to U+FDD2) beside control text")
+        return [_marked_message(m, self._mark) for m in messages], [_marked_tool(t, self._mark) for t in tools]
 
     def encode_marked(self, rendered: str) -> list[int]:
         """Ids of a chat rendered from marked messages."""
+        if _ESCAPED_MARK.search(rendered):
+            raise InvalidArgument(FIELD, "a tool or a call holds control text that the chat template escapes")
         pieces = _MARKED.split(rendered)  # written, marked, written, marked …; None: a mark without its partner
         written = [self._guard_controls(piece) for piece in pieces[::2]]
         marked = [piece or "" for piece in pieces[1::2]]
@@ -104,6 +110,13 @@ class ControlText:
             raise InvalidArgument(FIELD, "a content holds control text that the tokenizer cannot encode as plain text")
         following = iter(controls)
         return [next(following) if token_id == self._guard_id else token_id for token_id in ids]
+
+    def _mark(self, text: str) -> str:
+        parts, done = [], 0
+        for span in self._spans(text) if self._suspects(text) else ():
+            parts += [text[done : span.start], OPEN, text[span.start : span.end], CLOSE]
+            done = span.end
+        return "".join([*parts, text[done:]])
 
     def _guard_controls(self, text: str) -> _Guarded:
         spans = self._spans(text)
@@ -133,12 +146,57 @@ class ControlText:
         return plain
 
 
-def _mark(text: str, spans: Sequence[_Span]) -> str:
-    parts, done = [], 0
-    for span in spans:
-        parts += [text[done : span.start], OPEN, text[span.start : span.end], CLOSE]
-        done = span.end
-    return "".join([*parts, text[done:]])
+def _texts(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> Iterator[tuple[str, str]]:
+    """Every text of the caller that a template may write, but roles, and where it is."""
+    for index, message in enumerate(messages):
+        place = f"messages[{index}]"
+        yield f"{place}.content", message.content
+        yield f"{place}.tool_call_id", message.tool_call_id
+        yield f"{place}.name", message.name
+        for number, call in enumerate(message.tool_calls):
+            for text in (call.id, call.name, *_strings(call.arguments)):
+                yield f"{place}.tool_calls[{number}]", text
+    for index, tool in enumerate(tools):
+        for text in (tool.name, tool.description or "", *_strings(tool.parameters)):
+            yield f"tools[{index}]", text
+
+
+def _strings(value: object) -> Iterator[str]:
+    """All of a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield key
+            yield from _strings(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _strings(part)
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """The JSON value with all its strings changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key): _mapped(part, change) for key, part in value.items()}
+    return [_mapped(part, change) for part in value] if isinstance(value, list) else value
+
+
+def _marked_message(message: ChatMessage, mark: Callable[[str], str]) -> ChatMessage:
+    calls = (ToolCall(mark(c.id), mark(c.name), _mapped(c.arguments, mark)) for c in message.tool_calls)
+    return replace(
+        message,
+        content=mark(message.content),
+        tool_calls=tuple(calls),
+        tool_call_id=mark(message.tool_call_id),
+        name=mark(message.name),
+    )
+
+
+def _marked_tool(tool: Tool, mark: Callable[[str], str]) -> Tool:
+    description = None if tool.description is None else mark(tool.description)
+    return Tool(mark(tool.name), description, _mapped(tool.parameters, mark))
 
 
 def _unknown_token(tokenizer: Tokenizer) -> str | None:

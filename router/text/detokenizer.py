@@ -27,11 +27,21 @@ class Detokenizer:
 
     __slots__ = ("_at_start", "_by_id", "_has_foreign_half", "_num_ids", "_skipped", "_start", "_strip_left", "_utf8")
 
-    def __init__(self, table: TokenBytes, *, skip_special_tokens: bool = True, continues_text: bool = False) -> None:
-        """`continues_text`: the ids go on from a text, so the rule for the beginning (a dropped space) is off."""
+    def __init__(
+        self,
+        table: TokenBytes,
+        *,
+        skip_special_tokens: bool = True,
+        kept_special_ids: frozenset[int] = frozenset(),
+        continues_text: bool = False,
+    ) -> None:
+        """`continues_text`: the ids go on from a text, so the rule for the beginning (a dropped space) is off.
+
+        `kept_special_ids` add their text though others are skipped.
+        """
         self._by_id = table.by_id
         self._num_ids = len(table.by_id)
-        self._skipped = table.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = table.special_ids - kept_special_ids if skip_special_tokens else frozenset[int]()
         self._start = table.start
         self._at_start = not continues_text and table.start.first_token is not None
         self._strip_left = 0 if continues_text else table.start.strip_count
@@ -45,6 +55,7 @@ class Detokenizer:
         token_ids: Sequence[int],
         *,
         skip_special_tokens: bool = True,
+        kept_special_ids: frozenset[int] = frozenset(),
         marks_half: bool = False,
     ) -> Self:
         """The state behind a prompt: what is pushed next is what it adds to the prompt's text.
@@ -53,7 +64,7 @@ class Detokenizer:
         character. Where the output does not complete it, it is the prompt's affair; with `marks_half` its replacement
         mark stands in the output, since the prompt was shown without it.
         """
-        state = cls(table, skip_special_tokens=skip_special_tokens)
+        state = cls(table, skip_special_tokens=skip_special_tokens, kept_special_ids=kept_special_ids)
         for token_id in takewhile(lambda _: state._is_at_beginning, token_ids):
             state.push(token_id)
         state._utf8.reset()

@@ -27,9 +27,16 @@ class EchoedPrompt:
     text: str
 
     @classmethod
-    def of_tokens(cls, token_ids: Sequence[int], table: TokenBytes, *, skip_special_tokens: bool) -> EchoedPrompt:
+    def of_tokens(
+        cls,
+        token_ids: Sequence[int],
+        table: TokenBytes,
+        *,
+        skip_special_tokens: bool,
+        kept_special_ids: frozenset[int] = frozenset(),
+    ) -> EchoedPrompt:
         """The text of token ids."""
-        detokenizer = Detokenizer(table, skip_special_tokens=skip_special_tokens)
+        detokenizer = Detokenizer(table, skip_special_tokens=skip_special_tokens, kept_special_ids=kept_special_ids)
         return cls("".join(map(detokenizer.push, token_ids)))
 
     @property

@@ -27,6 +27,7 @@ class ModelFiles:
         generation_config: generation_config.json, optional.
         config: config.json.
         chat_template: source of the template, from chat_template.jinja or tokenizer_config.json; None without one.
+        tool_template: source of the one for chats with tools, where the model has one of its own for them.
     """
 
     folder: Path
@@ -35,18 +36,21 @@ class ModelFiles:
     generation_config: JsonObject
     config: JsonObject
     chat_template: str | None
+    tool_template: str | None
 
     @classmethod
     def read(cls, folder: Path) -> ModelFiles:
         """Raises FailedPrecondition for a file that is missing or broken."""
         tokenizer_config = _read_object(folder / "tokenizer_config.json", required=False)
+        templates = _chat_templates(folder, tokenizer_config)
         return cls(
             folder=folder,
             tokenizer_json=_read_text(folder / "tokenizer.json"),
             tokenizer_config=tokenizer_config,
             generation_config=_read_object(folder / "generation_config.json", required=False),
             config=_read_object(folder / "config.json", required=True),
-            chat_template=_chat_template(folder, tokenizer_config),
+            chat_template=templates.get("default"),
+            tool_template=templates.get("tool_use"),
         )
 
     @property
@@ -121,12 +125,12 @@ def _read_object(path: Path, *, required: bool) -> JsonObject:
     return value
 
 
-def _chat_template(folder: Path, tokenizer_config: JsonObject) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.exists():
-        return _read_text(path)
+def _chat_templates(folder: Path, tokenizer_config: JsonObject) -> Mapping[str, str]:
+    """By name; a single one is `default`. Files win over tokenizer_config.json."""
     template = tokenizer_config.get("chat_template")
-    if isinstance(template, list):  # several named templates
-        named = {item.get("name"): item.get("template") for item in template if isinstance(item, Mapping)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+    named = template if isinstance(template, list) else [{"name": "default", "template": template}]
+    found = {item.get("name"): item.get("template") for item in named if isinstance(item, Mapping)}
+    files = {"default": folder / "chat_template.jinja", "tool_use": folder / "additional_chat_templates/tool_use.jinja"}
+    if any(path.exists() for path in files.values()):
+        found = {name: _read_text(path) for name, path in files.items() if path.exists()}
+    return {str(name): source for name, source in found.items() if isinstance(source, str)}

@@ -18,9 +18,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from kvferry.errors import ContextExceeded, FailedPrecondition, InvalidArgument
-from kvferry.grammar import Grammars
+from kvferry.grammar import Grammars, is_text
 from router.text.chat_template import FIELD as CHAT_FIELD
-from router.text.chat_template import ChatMessage, ChatTemplate
+from router.text.chat_template import ChatMessage, ChatTemplate, Tool, json_chars
 from router.text.control_text import ControlText
 from router.text.detokenizer import decode
 from router.text.encode_queue import EncodeQueue, T
@@ -56,6 +56,7 @@ class TextTokenizer:
         chat_template: renders chats.
         length_bound: tokens that a text gives at least.
         grammars: compiled ones of structured output.
+        named_ids: added tokens that grammars can only ask for by their id, though they are text to all else, by text.
     """
 
     def __init__(self, tokenizer: Tokenizer, files: ModelFiles, queue: EncodeQueue) -> None:
@@ -65,11 +66,17 @@ class TextTokenizer:
         self._queue = queue
         self.grammars = Grammars(lambda: files.tokenizer_json, files.vocab_size)
         self.vocab_size = files.vocab_size
+        added = tokenizer.get_added_tokens_decoder()
+        self.named_ids = {
+            token.content: token_id
+            for token_id, token in added.items()
+            if not token.special and not is_text(token.content, is_special=False)
+        }
         self.token_bytes = TokenBytes.of(tokenizer)
         self.bos_token_id = self._id_of(files.special_texts.get("bos_token"))
         self.eos_token_ids = files.eos_token_ids or self._ids_of(files.special_texts.get("eos_token"))
         self.grammars.prepare(self.eos_token_ids)
-        self.chat_template = ChatTemplate(files.chat_template, files.special_texts)
+        self.chat_template = ChatTemplate(files.chat_template, files.special_texts, tool_source=files.tool_template)
         self.length_bound = LengthBound.of(tokenizer)
         self._control = ControlText(tokenizer, self.chat_template)
         self._prefix = self._prompt_prefix(files.add_bos_token)
@@ -93,15 +100,22 @@ class TextTokenizer:
         """Ids whose text is left out when special tokens are skipped."""
         return self.token_bytes.special_ids
 
+    def special_id(self, text: str) -> int | None:
+        """Id of the special token of this text; None where there is none."""
+        token_id = self._id_of(text)
+        return token_id if token_id in self.token_bytes.special_ids else None
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text prompt; empty text may give none. Raises InvalidArgument for text that cannot be encoded."""
         ids = self._guarded(TEXT_FIELD, lambda: self._encode_plainly(text))
         prefix = self._prefix if add_special_tokens else []
         return ids if ids[: len(prefix)] == prefix else prefix + ids
 
-    def encode_chat(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], *, tools: Sequence[Tool] = (), add_generation_prompt: bool = True
+    ) -> list[int]:
         """Ids of a chat. Raises InvalidArgument as `ChatTemplate.render` does, and for text that cannot be encoded."""
-        return self._guarded(CHAT_FIELD, lambda: self._encode_chat(messages, add_generation_prompt))
+        return self._guarded(CHAT_FIELD, lambda: self._encode_chat(messages, tools, add_generation_prompt))
 
     async def encode_async(self, text: str, *, limits: PromptLimits, add_special_tokens: bool = True) -> list[int]:
         """`encode` off the event loop, after the cheap refusals. Raises also ResourceExhausted when too many wait."""
@@ -109,14 +123,19 @@ class TextTokenizer:
         return await self._run(len(text), lambda: self.encode(text, add_special_tokens=add_special_tokens))
 
     async def encode_chat_async(
-        self, messages: Sequence[ChatMessage], *, limits: PromptLimits, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        limits: PromptLimits,
+        tools: Sequence[Tool] = (),
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         """`encode_chat` off the event loop, after the cheap refusals; see `encode_async`."""
         texts = [text for message in messages for text in (message.role, message.content)]
         self._check_length(CHAT_FIELD, texts, limits)
-        num_chars = sum(map(len, texts)) + MESSAGE_CHARS * len(messages)
+        num_chars = sum(map(len, texts)) + MESSAGE_CHARS * len(messages) + json_chars(messages, tools)
         return await self._run(
-            num_chars, lambda: self.encode_chat(messages, add_generation_prompt=add_generation_prompt)
+            num_chars, lambda: self.encode_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         )
 
     def bad_word_token_ids(self, word: str) -> tuple[tuple[int, ...], ...]:
@@ -150,9 +169,12 @@ class TextTokenizer:
         # The batch call lets other threads run meanwhile; `Tokenizer.encode` holds the interpreter for seconds.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
-    def _encode_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool) -> list[int]:
-        marked = self._control.mark(messages)
-        rendered = self.chat_template.render(marked or messages, add_generation_prompt=add_generation_prompt)
+    def _encode_chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], add_generation_prompt: bool
+    ) -> list[int]:
+        marked = self._control.mark(messages, tools)
+        messages, tools = marked or (messages, tools)
+        rendered = self.chat_template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         return self._encode_plainly(rendered) if marked is None else self._control.encode_marked(rendered)
 
     def _guarded(self, field: str, job: Callable[[], list[int]]) -> list[int]:

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from kvferry import errors
 from kvferry.worker import MAX_PROGRESS_TIMEOUT_S, MIN_PROGRESS_TIMEOUT_S
 from proto.kvferry.v1 import admin_pb2, cache_pb2, inference_pb2
-from router import cache_service, constraint, logit_rules, response_parts, resume, validation
+from router import cache_service, chat, constraint, logit_rules, response_parts, resume, validation
 from router.openai import body, exchange, fields, requests
 from router.openai.errors import ANSWERS, NEVER_FITS
 from router.openai.openapi import OPERATIONS
@@ -166,7 +166,9 @@ def test_every_error_is_named_with_its_status() -> None:
         ("ResponseOptions", "logprobs", [response_parts.MAX_LOGPROBS]),
         ("ResponseOptions", "prompt_logprobs", [response_parts.MAX_LOGPROBS]),
         ("ResponseOptions", "logprob_token_ids", [response_parts.MAX_LOGPROB_TOKEN_IDS]),
-        ("Chat", "messages", [validation.MAX_CHAT_MESSAGES]),
+        ("Chat", "messages", [chat.MAX_CHAT_MESSAGES]),
+        ("Chat", "tools", [chat.MAX_TOOLS]),
+        ("Chat", "tool_calls", [chat.MAX_TOOL_CALLS]),
         ("Chat", "cache_salt", [validation.MAX_CACHE_SALT_BYTES]),
         ("Chat", "choices", [constraint.MAX_CHOICE_STRINGS]),
         ("Chat", "width", [validation.MAX_BEAM_WIDTH]),

@@ -41,6 +41,9 @@ SCHEMA: dict[str, Any] = {
 }
 PATTERN = r"\+[0-9]{2} [0-9]{3,5}-(work|home|[a-z]{3})"
 TEXTS = ("yes", "yesterday", "no", "日本語", "I cannot say.")
+TAG = {"structures": [{"begin": "a", "schema": SCHEMA, "end": "."}], "triggers": ["a"]}
+TAGGED: dict[str, Any] = {"json_schema": None, "regex": None, "choice": (), "structural_tag": json.dumps(TAG)}
+TAGGED |= {"logit_bias": {ord("a") - ord("!"): 9.0}, "max_tokens": 90}
 KINDS: tuple[dict[str, Any], ...] = ({"json_schema": json.dumps(SCHEMA)}, {"regex": PATTERN}, {"choice": TEXTS})
 
 
@@ -154,7 +157,8 @@ async def test_preempted_sequences_go_on_in_their_grammar(config: Config) -> Non
 @pytest.mark.timeout(400)
 async def test_a_killed_decode_worker_changes_no_output(tmp_path: Path, config: Config) -> None:
     async with running_deployment(config) as deployment:
-        quiet = await choices_of(deployment.client, range(9))
+        quiet = await choices_of(deployment.client, range(9)) + await choices_of(deployment.client, range(4), **TAGGED)
+    assert all("a{" in choice.text for (choice,) in quiet[9:])
     mortal = config.replace("faults", allow_faults=True, kill_decode_at_step=20)
     async with AsyncExitStack() as stack:
         prefill, killed, decode = [
@@ -167,9 +171,9 @@ async def test_a_killed_decode_worker_changes_no_output(tmp_path: Path, config: 
         router = await stack.enter_async_context(RouterApp(config.replace("router", **addresses), telemetry))
         assert await router.wait_ready(30.0), router.why_not_ready()
         client = await stack.enter_async_context(AsyncClient(router.address))
-        answers = await choices_of(client, range(9))
+        answers, tagged = await asyncio.gather(choices_of(client, range(9)), choices_of(client, range(4), **TAGGED))
         assert await killed.exit_code() == -9
-    assert ids(answers) == ids(quiet)
+    assert ids(answers + tagged) == ids(quiet)
 
 
 def nested(levels: int, key: str = "items") -> dict[str, Any]:

@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 from tokenizers import Tokenizer
 
 from engine.scripted import load_script_config, reference_continuation
-from kvferry.client import Choice, Client, Completion, GenerateOptions
+from kvferry.client import AsyncClient, Choice, Completion, GenerateOptions
 from kvferry.config import Config
 from kvferry.errors import KvferryError
 from kvferry.sampling import FinishKind, SamplingParams
@@ -45,7 +45,7 @@ def script(folder: Path, token_ids: Sequence[int], **more: Any) -> Config:
     return deployment_config(chat_folder(folder, mode="script", script=list(token_ids), **more), num_blocks=1024)
 
 
-async def deltas(client: Client, options: GenerateOptions) -> list[str]:
+async def deltas(client: AsyncClient, options: GenerateOptions) -> list[str]:
     texts: list[str] = []
     async with client.generate(options, timeout_s=TIMEOUT_S) as events:
         async for event in events:

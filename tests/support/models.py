@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -40,6 +40,40 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|bos|>{{ message['role'] }}\n{{ message['content'] }}<|eos|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|bos|>assistant\n{% endif %}"
 )
+TOOL_TEMPLATES = {
+    "hermes": (
+        "{% if tools %}<|bos|>system\nFunctions:{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n"
+        'Write <tool_call>\n{"name": NAME, "arguments": OBJECT}\n</tool_call> to call one.<|eos|>\n{% endif %}'
+        "{% for message in messages %}<|bos|>{{ message.role }}\n"
+        "{% if message.role == 'tool' %}<tool_response>{{ message.content }}</tool_response>"
+        "{% else %}{{ message.content }}{% endif %}{% for call in message.tool_calls or [] %}\n<tool_call>\n"
+        '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+        "{% endfor %}<|eos|>\n{% endfor %}{% if add_generation_prompt %}<|bos|>assistant\n{% endif %}"
+    ),
+    "llama3_json": (
+        "{% for message in messages %}<|bos|>{{ message.role }}\n{% if loop.first and tools %}Functions:\n"
+        "{% for tool in tools %}{{ tool | tojson(indent=4) }}\n{% endfor %}"
+        'Write {"name": NAME, "parameters": OBJECT} or <|python_tag|>.\n{% endif %}{% if message.tool_calls %}'
+        '{"name": "{{ message.tool_calls[0].function.name }}", "parameters": '
+        "{{ message.tool_calls[0].function.arguments | tojson }}}"
+        "{% else %}{{ message.content }}{% endif %}<|eos|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|bos|>assistant\n{% endif %}"
+    ),
+    "mistral": (
+        "{% if tools %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+        "{% for message in messages %}{% if message.role == 'tool' %}[TOOL_RESULTS] "
+        '{"content": {{ message.content | tojson }}, "call_id": "{{ message.tool_call_id }}"}[/TOOL_RESULTS]'
+        "{% elif message.tool_calls is defined %}[TOOL_CALLS] [{% for call in message.tool_calls %}"
+        '{{ call.function | tojson }} {{ call.id }}{{ ", " if not loop.last }}{% endfor %}]<|eos|>'
+        "{% else %}[INST]{{ message.name or '' }} {{ message.content }}[/INST]{% endif %}{% endfor %}"
+    ),
+}
+"""Of three families: `<tool_call>` is an added token there, `<|python_tag|>` and `[TOOL_CALLS]` are special ones."""
+TOOL_MARKERS = {
+    "hermes": AddedToken("<tool_call>", special=False, normalized=False),
+    "llama3_json": AddedToken("<|python_tag|>", special=True, normalized=False),
+    "mistral": AddedToken("[TOOL_CALLS]", special=True, normalized=False),
+}
 
 
 def tiny_config(architecture: str) -> PreTrainedConfig:
@@ -105,30 +139,37 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     return model
 
 
-def save_tiny_model(folder: Path, architecture: str, *, seed: int = 0, **save_arguments: Any) -> Path:
+def save_tiny_model(
+    folder: Path, architecture: str, *, seed: int = 0, tool_format: str | None = None, **save_arguments: Any
+) -> Path:
     """Make `folder` a model folder; `save_arguments` go to save_pretrained (max_shard_size for a sharded one)."""
     random_model(tiny_config(architecture), seed).save_pretrained(folder, **save_arguments)
-    save_tiny_tokenizer(folder)
+    save_tiny_tokenizer(folder, tool_format)
     return folder
 
 
-def save_scripted_model(folder: Path, config: ScriptConfig | None = None) -> Path:
+def save_scripted_model(folder: Path, config: ScriptConfig | None = None, *, tool_format: str | None = None) -> Path:
     """Make `folder` one that the scripted runner serves."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_tiny_tokenizer(folder)
+    save_tiny_tokenizer(folder, tool_format)
     (folder / SCRIPT_FILE).write_text((config or ScriptConfig(vocab_size=VOCAB_SIZE)).model_dump_json(indent=2))
     return folder
 
 
-def save_tiny_tokenizer(folder: Path) -> None:
-    """A tokenizer of single bytes: ids 0 to 255, then `<|bos|>`, `<|eos|>`; with a chat template."""
+def save_tiny_tokenizer(folder: Path, tool_format: str | None = None) -> None:
+    """A tokenizer of single bytes: ids 0 to 255, then `<|bos|>`, `<|eos|>`; with a chat template.
+
+    `tool_format`: the chat template has tools, and the format's marker is token 258.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(["<|bos|>", "<|eos|>"])
+    if tool_format is not None:
+        core.add_tokens([TOOL_MARKERS[tool_format]])
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=core, bos_token="<|bos|>", eos_token="<|eos|>"
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = CHAT_TEMPLATE if tool_format is None else TOOL_TEMPLATES[tool_format]
     tokenizer.save_pretrained(folder)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.client import AsyncClient, ChatMessage, GenerateOptions, PinOptions, Prompt
+from kvferry.client import AsyncClient, ChatMessage, GenerateOptions, PinOptions, Prompt, Tool, ToolCall
 from kvferry.errors import DataLoss, InvalidArgument, Unavailable
 from kvferry.rpc.retries import MAX_ATTEMPTS
 from kvferry.sampling import Finish, FinishKind
@@ -109,6 +109,32 @@ async def test_a_key_that_no_header_can_carry_is_refused_without_repeating_it(ke
     with pytest.raises(InvalidArgument, match="printable ASCII") as caught:
         AsyncClient("127.0.0.1:1", api_key=key)
     assert not key or key not in caught.value.message
+
+
+def test_tools_and_their_turns_are_sent() -> None:
+    turns = [
+        ChatMessage("assistant", "", [ToolCall("f", '{"a":1}', "7")]),
+        ChatMessage("tool", "2", tool_call_id="7", name="f"),
+    ]
+    tools = [Tool("f", "Adds.", '{"type":"object"}'), Tool("g")]
+    options = GenerateOptions(prompt=turns, tools=tools, structural_tag="{}", kept_special_token_ids=[5])
+    request = options.to_pb()
+    call = inference_pb2.ToolCall(id="7", name="f", arguments='{"a":1}')
+    assert list(request.chat.messages) == [
+        inference_pb2.ChatMessage(role="assistant", tool_calls=[call]),
+        inference_pb2.ChatMessage(role="tool", content="2", tool_call_id="7", name="f"),
+    ]
+    assert [(tool.name, tool.HasField("description"), tool.parameters) for tool in request.chat.tools] == [
+        ("f", True, '{"type":"object"}'),
+        ("g", False, ""),
+    ]
+    assert (request.structural_tag, list(request.response.kept_special_token_ids)) == ("{}", [5])
+    pin = PinOptions("here", turns, tools=tools).to_pb()
+    assert list(pin.chat.tools) == list(request.chat.tools)
+    with pytest.raises(InvalidArgument, match="tools: is only for a conversation"):
+        PinOptions("here", "text", tools=tools).to_pb()
+    with pytest.raises(InvalidArgument, match=r"prompt\.chat\.tools"):
+        GenerateOptions(prompt=turns, tools=[Tool("\ud800")]).to_pb()
 
 
 # -- plain calls to routers that refuse them ---------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from llguidance import LLMatcher
+from tokenizers import AddedToken
 
 from kvferry import grammar as module
 from kvferry.errors import FailedPrecondition, ResourceExhausted
@@ -107,6 +108,29 @@ async def test_the_longest_chain_of_rules_does_not_exhaust_the_stack(grammars: G
     compiled = await grammars.compiled(text, EOS)
     matcher = compiled.matcher.deep_copy()
     assert matcher.consume_token(id_of("x")) and matcher.is_accepting()
+
+
+async def test_text_that_looks_like_an_added_token_is_spelled() -> None:
+    """The library takes `<tool_call>` for no text: it must neither offer that token for the text nor fail over it."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=False, normalized=False)])
+    token_id = tokenizer.token_to_id("<tool_call>") or 0
+    own = Grammars(tokenizer.to_str, tokenizer.get_vocab_size())
+    spelled = byte_level_tokenizer().encode("<tool_call>x").ids
+    for grammar in ('start: "<tool_call>x"', "start: /[^ ]*/"):
+        matcher = (await own.compiled(grammar, EOS)).matcher.deep_copy()
+        assert not is_allowed(matcher.compute_bitmask(), token_id)
+        for one in spelled:
+            assert is_allowed(matcher.compute_bitmask(), one)
+            assert matcher.consume_token(one)
+        assert matcher.is_accepting()
+    matcher = (await own.compiled(f'start: <[{token_id}]> "x"', EOS)).matcher.deep_copy()
+    assert is_allowed(matcher.compute_bitmask(), token_id) and matcher.consume_token(token_id)
+    own.close()
+
+
+def is_allowed(mask: bytes, token_id: int) -> bool:
+    return bool(mask[token_id // 8] >> token_id % 8 & 1)
 
 
 async def test_one_job_too_many_is_refused_at_once(grammars: Grammars) -> None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
+from tokenizers import AddedToken
 
 from kvferry.errors import InvalidArgument
 from kvferry.grammar import Grammars
@@ -24,6 +25,25 @@ async def grammars() -> AsyncIterator[Grammars]:
     one = Grammars(TOKENIZER.to_str, TOKENIZER.get_vocab_size())
     yield one
     one.close()
+
+
+TAG = json.dumps(
+    {
+        "type": "structural_tag",
+        "structures": [
+            {"begin": "<f=a>", "schema": json.loads(PERSON), "end": "</f>"},
+            {"begin": "<f=b>", "schema": {"type": "integer"}, "end": " "},
+            {"begin": "[f]", "schema": True, "end": "z"},
+        ],
+        "triggers": ["<f=", "[f]"],
+    }
+)
+
+
+def tag(**changed: object) -> dict[str, object]:
+    """A structural tag with something changed."""
+    one = {"begin": "a", "schema": {}, "end": "b"}
+    return {"structural_tag": json.dumps({"structures": [one], "triggers": ["a"], **changed})}
 
 
 async def matches(grammars: Grammars, message: pb.GenerateRequest, text: str) -> bool:
@@ -53,6 +73,11 @@ async def matches(grammars: Grammars, message: pb.GenerateRequest, text: str) ->
         ),
         ({"grammar": 'start: "a" start | "b"'}, ["b", "aab"], ["a", "bb"]),
         ({"grammar": 'root ::= "a" root | [0-9]+'}, ["a12", "7"], ["a", "x"]),
+        (
+            {"structural_tag": TAG},
+            ["", "a é <f", '<f=a>{"b":"x"}</f>', 'x <f=a>{ "b": "x" }</f> y <f=b>1 <f=b>2 <g', "[f]truez[f]0z"],
+            ["<f=", "<f=c>", '<f=a>{"b":1}</f>', '<f=a>{"b":"x"}</f', "x <f=b>[] ", "[f]z", "[f] 0z"],
+        ),
     ],
 )
 async def test_every_kind_means_what_it_says(
@@ -85,6 +110,27 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"regex": '"' * (60 << 10)}, "regex: has .* bytes as a grammar; at most 65536"),
     ({"choice": {}}, "choice: has no strings"),
     ({"choice": {"choices": [str(number) for number in range(1025)]}}, "choice: has 1025 strings; at most 1024"),
+    ({"structural_tag": ""}, "structural_tag: is empty"),
+    ({"structural_tag": "{"}, "structural_tag: is not JSON"),
+    ({"structural_tag": "[]"}, "structural_tag: must be an object, got a list"),
+    ({"structural_tag": '{"type":"structural_tag","format":{}}'}, "structural_tag.format: not supported"),
+    (tag(type="x"), "structural_tag.type: must be structural_tag"),
+    (tag(triggers=[]), "structural_tag.triggers: must be a list of 1 to 128 texts"),
+    (tag(triggers=["a", ""]), "structural_tag.triggers: must be a list of 1 to 128 texts"),
+    (tag(structures=[]), "structural_tag.structures: must be a list of 1 to 128"),
+    (tag(structures=[{"begin": "a", "end": "b"}]), r"structural_tag.structures\[0\]: must be an object with begin"),
+    (tag(triggers=["x"]), r"structural_tag.structures\[0\].begin: must be a text that starts with one of the triggers"),
+    (tag(structures=[{"begin": "a", "schema": {}, "end": 1}]), r"structural_tag.structures\[0\].end: must be a text"),
+    (
+        tag(structures=[{"begin": "a", "schema": 1, "end": ""}]),
+        r"structural_tag.structures\[0\].schema: must be an obj",
+    ),
+    (
+        tag(structures=[{"begin": "a", "schema": {"x-guidance": {}}, "end": ""}]),
+        r"structural_tag.structures\[0\].schema: has x-guidance",
+    ),
+    (tag(structures=[{"begin": "a", "schema": {"not": {}}, "end": ""}]), "structural_tag: .*Unimplemented keys"),
+    (tag(structures=[{"begin": "a" * (65 << 10), "schema": {}, "end": ""}]), "structural_tag: has .* bytes"),
     ({"grammar": "nonsense"}, "grammar: Failed to convert"),
     ({"grammar": "root ::= " + "(" * 5000}, "grammar: Failed to convert"),
     ({"grammar": "start: start"}, "grammar: no output can match it"),
@@ -98,6 +144,25 @@ async def test_what_cannot_be_kept_is_refused_by_field_and_reason(
 ) -> None:
     with pytest.raises(InvalidArgument, match=f"(?s){reason}"):
         await checked_grammar(constraint_of(pb.GenerateRequest(**fields)), grammars, EOS)  # type: ignore[arg-type]
+
+
+async def test_a_trigger_that_is_a_token_may_be_that_token() -> None:
+    """Added tokens that look like `<f>` are no text to the library, so free text is without them (R136)."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_tokens([AddedToken("<f>", special=False, normalized=False)])
+    token_id = tokenizer.token_to_id("<f>") or 0
+    grammars = Grammars(tokenizer.to_str, tokenizer.get_vocab_size())
+    wanted = tag(structures=[{"begin": "<f>[", "schema": {"type": "integer"}, "end": "]<f>"}], triggers=["<f>"])
+    constraint = constraint_of(pb.GenerateRequest(**wanted))  # type: ignore[arg-type]
+    grammar = await checked_grammar(constraint, grammars, EOS, {"<f>": token_id})
+    matcher = (await grammars.compiled(grammar, EOS)).matcher
+    before, after, spelled = (TOKENIZER.encode(text).ids for text in ("a ", "[7]", "<f>[7]"))
+    for ids in ([*before, token_id, *after, token_id, *before], [*before, *spelled, token_id]):
+        reader = matcher.deep_copy()
+        assert reader.try_consume_tokens(ids) == len(ids) and reader.is_accepting()
+    for ids in ([token_id, *before], [token_id, token_id]):
+        assert matcher.deep_copy().try_consume_tokens(ids) == 1
+    grammars.close()
 
 
 async def test_a_model_without_an_end_cannot_keep_one(grammars: Grammars) -> None:

@@ -62,7 +62,7 @@ async def test_capabilities_come_from_the_workers(start_router: StartRouter) -> 
         assert (offered.model, offered.model_path, offered.max_context) == ("tiny", "models/tiny", 256)
         assert (offered.vocab_size, offered.layout.block_size) == (400, 16)
         assert (list(offered.tiers), offered.default_tier) == (["interactive", "standard", "batch"], "standard")
-        assert "structural_tag" in offered.unsupported_fields
+        assert list(offered.unsupported_fields) == []
 
 
 async def test_a_worker_that_differs_is_refused_with_both_values(start_router: StartRouter) -> None:

@@ -21,12 +21,12 @@ from kvferry.errors import (
 from kvferry.kv_layout import KvLayout
 from kvferry.sampling import BeamParams
 from proto.kvferry.v1 import inference_pb2 as pb
+from router.chat import ChatPrompt
 from router.validation import (
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     UNSUPPORTED_FIELDS,
-    ChatPrompt,
     Limits,
     Request,
     TextPrompt,
@@ -78,7 +78,7 @@ FULL_VALUES: dict[str, object] = {
     "regex": "a",
     "choice": {"choices": ["a"]},
     "grammar": "g",
-    "structural_tag": "s",
+    "structural_tag": '{"structures":[{"begin":"a","schema":{},"end":"b"}],"triggers":["a"]}',
     "beam_search": {"width": 2},
     "truncate_prompt_tokens": 3,
     "resume": {"prompt_digest": b"d"},
@@ -111,6 +111,7 @@ FULL_VALUES: dict[str, object] = {
     "response.prompt_logprobs": 0,
     "response.logprob_token_ids": [1],
     "response.echo": True,
+    "response.kept_special_token_ids": [1],
     "cache.bypass_prefix_cache": True,
     "cache.cache_salt": "salt",
     "cache.shared_salt": "salt",

@@ -131,14 +131,14 @@ async def test_what_is_not_supported_is_refused_by_name(start_gateway: StartGate
         assert gateway.network.calls == []
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("tools", [{"type": "function", "function": {"name": "f"}}]), ("tool_choice", "auto")]
-)
-async def test_tools_are_refused_by_name(start_gateway: StartGateway, field: str, value: object) -> None:
+async def test_tools_are_refused_for_a_model_without(start_gateway: StartGateway) -> None:
     async with start_gateway() as gateway:
-        with pytest.raises(openai.BadRequestError, match=f"{field}: not supported") as caught:
-            await gateway.openai.chat.completions.create(**CHAT, extra_body={field: value})
-        assert caught.value.param == field
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        with pytest.raises(openai.BadRequestError, match="tools: the model's chat template has no tools") as caught:
+            await gateway.openai.chat.completions.create(**CHAT, extra_body={"tools": tools})
+        assert caught.value.param == "tools" and gateway.network.calls == []
+        for choice in ("auto", "none"):
+            await gateway.openai.chat.completions.create(**CHAT, extra_body={"tool_choice": choice})
 
 
 async def test_an_unknown_model_is_not_found(start_gateway: StartGateway) -> None:

@@ -173,7 +173,7 @@ async def test_every_field_with_odd_values_is_served_or_a_bad_request(
         ("/v1/chat/completions", "messages", None, "messages"),
         ("/v1/chat/completions", "messages", [{"role": "user"}], "messages[0].content"),
         ("/v1/chat/completions", "messages", [{"role": "", "content": "a"}], "messages[0].role"),
-        ("/v1/chat/completions", "messages", [{"role": "user", "content": "a", "name": "b"}], "messages[0].name"),
+        ("/v1/chat/completions", "messages", [{"role": "user", "content": "a", "speaker": "b"}], "messages[0].speaker"),
         (
             "/v1/chat/completions",
             "messages",

@@ -220,3 +220,12 @@ def test_decoders_that_do_not_work_token_by_token_are_refused() -> None:
     tokenizer.decoder = decoders.WordPiece()
     with pytest.raises(FailedPrecondition, match="WordPiece"):
         TokenBytes.of(tokenizer)
+
+
+def test_chosen_special_tokens_stay() -> None:
+    ids = [0, *BYTE_LEVEL.encode("hello").ids, 1, 2, 1]
+    table = TokenBytes.of(BYTE_LEVEL)
+    detokenizer = Detokenizer(table, kept_special_ids=frozenset({1, 99_999}))
+    assert "".join(map(detokenizer.push, ids)) == "hello<|im_start|><|im_start|>"
+    shows_all = Detokenizer(table, skip_special_tokens=False, kept_special_ids=frozenset({1}))
+    assert "".join(map(shows_all.push, ids)) == "<|endoftext|>hello<|im_start|><|im_end|><|im_start|>"
