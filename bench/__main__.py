@@ -16,6 +16,7 @@ from bench import engine, handoff, moves, paper, receive, transfer
 from bench.environment import describe
 from bench.events import run_events
 from bench.memory import run_memory
+from bench.sampling import run_sampling
 from bench.serve import run_serve
 
 BENCHES = {
@@ -26,6 +27,7 @@ BENCHES = {
     "serve": run_serve,
     "memory": run_memory,
     "events": run_events,
+    "sampling": run_sampling,
 }
 WITH_OPTIONS = {
     "transfer": transfer.main,

@@ -12,13 +12,24 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine.constraint import OutputRefused
 from engine.forward_batch import Candidate, Sampled, SampledToken, SampleRequest, ScoreRequest
 from engine.logit_rules import BANNED, Floats, apply_rules, changes_logits
-from kvferry.sampling import TokenLogprob
+from kvferry.sampling import SamplingParams, TokenLogprob
+
+TokenIds = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+BELOW_ONE = 1.0 - 2.0**-53
+"""The largest float64 below 1."""
+ROUNDING = 1e-6
+"""Far above the rounding of a sum of value and noise."""
+LEAST_LOGPROB = float(np.finfo(np.float32).min)
+"""In the place of minus infinity, which comes where logits lie further apart than float32 can say: the wire and JSON
+have finite numbers alone."""
 
 
 def sample_rows(logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sampled]:
@@ -33,8 +44,9 @@ def sample_rows(logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sampl
     """
     assert logits.dtype == torch.float32
     assert len(logits) == len(requests)
-    finite = torch.isfinite(logits).all(dim=1).tolist()
-    largest = logits.argmax(dim=1).tolist()  # the first of equal ones, so the lowest id
+    rows = logits.numpy()
+    finite = np.isfinite(rows).all(axis=1).tolist()
+    largest = rows.argmax(axis=1).tolist()  # the first of equal ones, so the lowest id
     sampled = []
     for row, request in enumerate(requests):
         if not finite[row]:
@@ -52,7 +64,7 @@ def sample_rows(logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sampl
 
 def _sample_choices(row: Tensor, request: SampleRequest) -> Sampled:
     """One token a choice. `row`: `[vocab_size]` float32."""
-    values = row.double().numpy()
+    values = row.numpy().astype(np.float64)
     if changes_logits(request):
         try:
             apply_rules(values, request)
@@ -60,8 +72,7 @@ def _sample_choices(row: Tensor, request: SampleRequest) -> Sampled:
             return Sampled(None, f"{error}, at position {request.position}", is_final=True)
         if not np.isfinite(values.max()):
             return Sampled(None, f"every token is banned at position {request.position}", is_final=True)
-    choices = range(request.choice, request.choice + request.num_choices)
-    return _with_logprobs([_sample_row(values.copy(), request, choice) for choice in choices], row, request)
+    return _with_logprobs(_sample_row(values, request), row, request)
 
 
 def _with_logprobs(token_ids: list[int], row: Tensor, request: SampleRequest) -> Sampled:
@@ -80,7 +91,7 @@ def _with_logprobs(token_ids: list[int], row: Tensor, request: SampleRequest) ->
 def score_rows(logits: Tensor, request: ScoreRequest) -> Sampled:
     """Log-probabilities of known tokens, one a row. `logits`: `[len(request.token_ids), vocab_size]` float32."""
     assert len(logits) == len(request.token_ids)
-    if not torch.isfinite(logits).all():
+    if not np.isfinite(logits.numpy()).all():
         return Sampled(None, "non-finite logits in the prompt")
     told = [
         one
@@ -94,10 +105,11 @@ def _token_logprobs(
     token_ids: list[int], logprobs: Tensor, num_top: int, *, others: Sequence[int] = ()
 ) -> Iterator[TokenLogprob]:
     """`logprobs`: `[vocab_size]`. Alternatives (the most likely tokens, or `others`) are the same for all tokens."""
+    values = logprobs.numpy()
 
     def of(token_id: int, alternatives: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-        rank = int((logprobs >= logprobs[token_id]).sum())
-        return TokenLogprob(token_id, float(logprobs[token_id]), rank, alternatives)
+        rank = int(np.count_nonzero(values >= values[token_id]))
+        return TokenLogprob(token_id, max(LEAST_LOGPROB, float(values[token_id])), rank, alternatives)
 
     if num_top:
         others = [one.token_id for one in _most_likely(logprobs, num_top)]
@@ -107,61 +119,89 @@ def _token_logprobs(
 
 def _most_likely(logprobs: Tensor, num_candidates: int) -> tuple[Candidate, ...]:
     """The most likely tokens of `[vocab_size]`, best first; of equal ones the lowest ids first."""
-    num_candidates = min(num_candidates, len(logprobs))
-    smallest_kept = logprobs.topk(num_candidates).values[-1]
-    kept = (logprobs >= smallest_kept).nonzero()[:, 0]  # in order of ids; more than asked for where some are equal
-    order = logprobs[kept].argsort(descending=True, stable=True)[:num_candidates]
-    return tuple(map(Candidate, kept[order].tolist(), logprobs[kept[order]].tolist()))
+    values, num_candidates = logprobs.numpy(), min(num_candidates, len(logprobs))
+    smallest_kept = logprobs.topk(num_candidates).values[-1].item()
+    kept = np.flatnonzero(values >= smallest_kept)  # in order of ids; more than asked for where some are equal
+    order = kept[np.argsort(-values[kept], kind="stable")][:num_candidates]
+    return tuple(map(Candidate, order.tolist(), np.maximum(values[order], LEAST_LOGPROB).tolist()))
 
 
 def gumbel_noise(seed: int, choice: int, position: int, vocab_size: int) -> Floats:
-    """The noise of one token: standard Gumbel values, `[vocab_size]`.
+    """The noise of one token: standard Gumbel values, all finite, `[vocab_size]`.
 
     Made from the generator's raw output, which NumPy keeps stable between versions.
     """
+    return _gumbel(_random_words(seed, choice, position, vocab_size))
+
+
+def _random_words(seed: int, choice: int, position: int, vocab_size: int) -> Words:
     generator = np.random.Philox(
         key=np.array([seed, choice], dtype=np.uint64),
         counter=np.array([0, 0, position, 0], dtype=np.uint64),  # the first word counts within the token
     )
-    uniform = ((generator.random_raw(vocab_size) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # in (0, 1)
+    words: Words = generator.random_raw(vocab_size)
+    return words
+
+
+def _gumbel(words: Words) -> Floats:
+    """Grows with the word, of which 53 bits count."""
+    uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    uniform = np.minimum(uniform, BELOW_ONE)  # the largest sum above is rounded up, and its noise would be infinite
     noise: Floats = -np.log(-np.log(uniform))
     return noise
 
 
-def _sample_row(row: Floats, request: SampleRequest, choice: int) -> int:
-    """`row` is a copy of our own, `[vocab_size]`, rules applied."""
-    sampling = request.sampling
+def _sample_row(row: Floats, request: SampleRequest) -> list[int]:
+    """A token id for each choice. `row`: `[vocab_size]`, rules applied; not changed."""
+    sampling, choices = request.sampling, range(request.choice, request.choice + request.num_choices)
     if sampling.is_greedy:
-        return int(row.argmax())
+        return [int(row.argmax())] * len(choices)
     row = (row - row.max()) / sampling.temperature  # the largest is 0
-    if sampling.min_p > 0.0:
-        row[row < math.log(sampling.min_p)] = BANNED
-    if 0 < sampling.top_k < len(row):
-        _keep_top_k(row, sampling.top_k)
+    words = (_random_words(sampling.seed, choice, request.position, len(row)) for choice in choices)
+    if sampling.min_p == 0.0 and sampling.top_k == 0 and sampling.top_p >= 1.0:
+        return [_largest_with_noise(row, one) for one in words]
+    kept = _filtered(row, sampling)
+    values = row[kept]
+    return [int(kept[_largest_with_noise(values, one[kept])]) for one in words]
+
+
+def _largest_with_noise(values: Floats, words: Words) -> int:
+    """Where the sum of value and noise is largest, the first one of several."""
+    best = values.argmax()
+    least_sum = values[best] + _gumbel(words[best : best + 1])[0]
+    most_noise = _gumbel(words.max(keepdims=True))[0]
+    rivals = np.flatnonzero(values >= least_sum - most_noise - ROUNDING)  # no other can win; few logarithms are quick
+    return int(rivals[(values[rivals] + _gumbel(words[rivals])).argmax()])
+
+
+def _filtered(row: Floats, sampling: SamplingParams) -> TokenIds:
+    """Ids that min_p, top_k and top_p leave, in order. `row`: `[vocab_size]`, the largest is 0."""
+    kept = np.flatnonzero(row >= math.log(sampling.min_p) if sampling.min_p > 0.0 else row > BANNED)
+    if 0 < sampling.top_k < len(kept):
+        kept = kept[_are_top_k(row[kept], sampling.top_k)]
     if sampling.top_p < 1.0:
-        _keep_top_p(row, sampling.top_p)
-    return int((row + gumbel_noise(sampling.seed, choice, request.position, len(row))).argmax())
+        kept = kept[_are_top_p(row[kept], sampling.top_p)]
+    return kept
 
 
-def _keep_top_k(row: Floats, top_k: int) -> None:
-    """Keep `top_k` values; of equal ones at the border those with the lowest ids."""
-    smallest_kept = np.partition(row, len(row) - top_k)[len(row) - top_k]
-    border = np.flatnonzero(row == smallest_kept)
-    num_above = int((row > smallest_kept).sum())
-    row[row < smallest_kept] = BANNED
-    row[border[top_k - num_above :]] = BANNED
+def _are_top_k(values: Floats, top_k: int) -> npt.NDArray[np.bool_]:
+    """Which are the `top_k` largest; of equal ones at the border the first ones."""
+    smallest_kept = torch.from_numpy(values).topk(top_k, sorted=False).values.min().item()
+    are_kept: npt.NDArray[np.bool_] = values > smallest_kept
+    border = np.flatnonzero(values == smallest_kept)
+    are_kept[border[: top_k - np.count_nonzero(are_kept)]] = True
+    return are_kept
 
 
-def _keep_top_p(row: Floats, top_p: float) -> None:
-    """Keep the smallest set of most likely tokens whose probability reaches `top_p`, one at least."""
-    probabilities = np.exp(row)
+def _are_top_p(values: Floats, top_p: float) -> npt.NDArray[np.bool_]:
+    """Which are the fewest most likely ones whose probability reaches `top_p`, one at least."""
+    probabilities = np.exp(values)
     probabilities /= probabilities.sum()
     # Tokens this unlikely have less than 1 - top_p together, so they are out; sorting the few others is much quicker.
-    candidates = np.flatnonzero(probabilities >= max(0.0, 1.0 - top_p) / len(row))
-    ordered = candidates[np.argsort(-row[candidates], kind="stable")]
+    likely = np.flatnonzero(probabilities >= max(0.0, 1.0 - top_p) / len(values))
+    ordered = likely[np.argsort(-values[likely], kind="stable")]
     before = np.concatenate(([0.0], np.cumsum(probabilities[ordered])[:-1]))
-    kept = ordered[before < top_p]
-    kept = kept if len(kept) else ordered[:1]
-    values = row[kept]
-    row[:] = BANNED
-    row[kept] = values
+    nucleus = ordered[before < top_p]
+    are_kept = np.zeros(len(values), dtype=np.bool_)
+    are_kept[nucleus if len(nucleus) else ordered[:1]] = True
+    return are_kept

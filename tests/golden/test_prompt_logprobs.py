@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from engine.core import EngineCore
 from engine.local import LocalResult, generate
@@ -17,53 +15,16 @@ from engine.opening import open_core
 from engine.outputs import PromptScored
 from engine.sequence import Priority, Sequence
 from kvferry.client import Completion, GenerateOptions
-from kvferry.sampling import SamplingParams, TokenLogprob
+from kvferry.sampling import SamplingParams
 from kvferry.spec import PromptScoring
-from proto.kvferry.v1 import types_pb2
 from tests.golden.drivers import parity_config
+from tests.golden.logprobs import NUM_TOP, TOLERANCE, Truth
 from tests.golden.parity import random_prompts
 from tests.support.deployment import deployment_config, running_deployment
 from tests.support.engines import deny_room
 from tests.support.models import VOCAB_SIZE, save_tiny_model
 
-TOLERANCE = 1e-4
-NUM_TOP = 3
 LENGTHS = (1, 2, 8, 9, 33, 50)
-
-
-class Truth:
-    """The reference: transformers alone, eager, float32, the whole prompt at once."""
-
-    def __init__(self, folder: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-        )
-
-    @torch.inference_mode()
-    def rows(self, token_ids: SequenceOf[int]) -> Tensor:
-        """Row i: log-probabilities of the token at place i + 1."""
-        logits: Tensor = self._model(torch.tensor([list(token_ids)])).logits[0]
-        return logits.float().log_softmax(dim=1)
-
-    def check(
-        self,
-        prompt: SequenceOf[int],
-        told: SequenceOf[TokenLogprob | types_pb2.TokenLogprob],
-        *,
-        first_index: int = 1,
-        num_top: int = NUM_TOP,
-    ) -> None:
-        """Every place from `first_index` on, once, with its rank and alternatives."""
-        assert len(told) == len(prompt) - first_index
-        rows = self.rows(prompt)
-        for place, one in enumerate(told, first_index):
-            row = rows[place - 1]
-            assert one.token_id == prompt[place]
-            assert one.logprob == pytest.approx(row[prompt[place]].item(), abs=TOLERANCE)
-            is_above, is_near = row > one.logprob + TOLERANCE, row >= one.logprob - TOLERANCE
-            assert int(is_above.sum()) < one.rank <= int(is_near.sum())
-            top = one.top if isinstance(one, types_pb2.TokenLogprob) else one.alternatives
-            assert [other.logprob for other in top] == pytest.approx(row.topk(num_top).values.tolist(), abs=TOLERANCE)
 
 
 @pytest.fixture(scope="module")
