@@ -127,7 +127,7 @@ def limits(weight_bytes: int, threads: int, folder: Path) -> dict[str, float]:
     rows = torch.randn(512, 576).bfloat16()
     weight = torch.randn(3072, 576).bfloat16()
     packed = pack(weight, torch.bfloat16)
-    linear = Linear(packed.data_ptr(), None, 576, 3072)
+    linear = Linear(packed=packed.values.data_ptr(), num_inputs=576, num_outputs=3072)
     operations = 2 * 512 * 576 * 3072
     return {
         "read_bytes_per_s": weight_bytes / read_s,

@@ -22,6 +22,9 @@ TILE = 32
 """Output features of a tile, as in `linear.h`; rows are padded to it."""
 PACKING = 1
 """Counts up with every change of what `pack_decoder` makes."""
+INT8_MAX = 127
+INT8_OFFSET = 128
+"""Added to the bytes of rows, which have no sign."""
 GATES = TILE // 2
 """Gates of a tile whose other half are their partners."""
 
@@ -31,8 +34,33 @@ def padded(count: int) -> int:
     return -(-count // TILE) * TILE
 
 
-def pack(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[num_outputs, num_inputs]` → `[tiles, units, 32 · elements of a unit]`, zeros where there is no output."""
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A packed weight matrix.
+
+    Attributes:
+        values: `[tiles, units, 32 · elements of a unit]`, zeros where there is no output.
+        scales: `[padded(num_outputs)]` float32, of int8 only.
+        offsets: `[padded(num_outputs)]` int32, of int8 only: 128 · the sum of an output's weights.
+    """
+
+    values: Tensor
+    scales: Tensor | None = None
+    offsets: Tensor | None = None
+
+
+def pack(weight: Tensor, dtype: torch.dtype) -> Packed:
+    """`[num_outputs, num_inputs]`, in `dtype`. To int8 every output has a scale of its own, by its largest weight."""
+    if dtype != torch.int8:
+        return Packed(_tiles(weight, dtype))
+    scales = weight.float().abs().amax(dim=1) / INT8_MAX  # [num_outputs]
+    whole = (weight.float() / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round()
+    offsets = torch.zeros(padded(len(weight)), dtype=torch.int32)
+    offsets[: len(weight)] = INT8_OFFSET * whole.sum(dim=1)
+    return Packed(_tiles(whole, dtype), pad(scales), offsets)
+
+
+def _tiles(weight: Tensor, dtype: torch.dtype) -> Tensor:
     per_unit = 4 // dtype.itemsize
     num_outputs, num_inputs = weight.shape
     if num_inputs % per_unit:
@@ -43,12 +71,12 @@ def pack(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return tiles.transpose(1, 2).contiguous().view(len(tiles), num_inputs // per_unit, TILE * per_unit)
 
 
-def pack_gate_up(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+def pack_gate_up(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Packed:
     """Both `[intermediate, num_inputs]`, packed so that each tile has 16 gates and then their 16 partners."""
     size = _whole_gates(len(gate))
-    both = torch.zeros(size // GATES, 2, GATES, gate.shape[1], dtype=dtype)
+    both = torch.zeros(size // GATES, 2, GATES, gate.shape[1], dtype=gate.dtype)
     for place, weight in enumerate((gate, up)):
-        filled = torch.zeros(size, gate.shape[1], dtype=dtype)
+        filled = torch.zeros(size, gate.shape[1], dtype=gate.dtype)
         filled[: len(weight)] = weight
         both[:, place] = filled.view(-1, GATES, gate.shape[1])
     return pack(both.view(2 * size, gate.shape[1]), dtype)
@@ -97,12 +125,13 @@ class DecoderShape:
 
 def pack_layer(of: LayerWeights, dtype: torch.dtype) -> dict[str, Tensor]:
     """What `NativeDecoder` needs of a layer, by name; what the layer has not is missing."""
-    packed = {
+    linears = {
         "projection": pack(torch.cat([of.query, of.key, of.value]), dtype),
         "output": pack(of.output, dtype),
         "gate_up": pack_gate_up(of.gate, of.up, dtype),
         "down": pack(of.down, dtype),
     }
+    packed = {part: tensor for name, one in linears.items() for part, tensor in _parts(name, one).items()}
     vectors = {
         "projection.bias": of.bias,
         "output.bias": of.output_bias,
@@ -118,10 +147,15 @@ def pack_decoder(
     layers: Iterable[LayerWeights], final_norm: Tensor, head: Tensor, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """What `NativeDecoder` needs, by name. `final_norm`: `[H]`; `head`: `[vocab_size, H]`."""
-    packed = {"final_norm": pad(final_norm), "head": pack(head, dtype)}
+    packed = {"final_norm": pad(final_norm), **_parts("head", pack(head, dtype))}
     for number, layer in enumerate(layers):
         packed |= {f"{number}.{name}": tensor for name, tensor in pack_layer(layer, dtype).items()}
     return packed
+
+
+def _parts(name: str, packed: Packed) -> dict[str, Tensor]:
+    parts = {name: packed.values, f"{name}.scales": packed.scales, f"{name}.offsets": packed.offsets}
+    return {part: tensor for part, tensor in parts.items() if tensor is not None}
 
 
 def pad(values: Tensor) -> Tensor:
@@ -175,12 +209,13 @@ class NativeKernels:
         return output
 
     def linear(self, rows: Tensor, weight: Linear) -> Tensor:
-        """`[num_rows, num_inputs]` in the weight's dtype → `[num_rows, num_outputs]` float32."""
+        """`[num_rows, num_inputs]` in the weight's dtype, float32 for int8 → `[num_rows, num_outputs]` float32."""
         rows = rows.contiguous()
         output = torch.empty(len(rows), padded(weight.num_outputs))
         self.native.linear(
             self.team,
             int(rows.dtype == torch.bfloat16),
+            int(weight.scales is not None),
             rows.data_ptr(),
             rows.shape[1],
             len(rows),
@@ -196,7 +231,7 @@ class NativeDecoder:
     def __init__(
         self, kernels: NativeKernels, shape: DecoderShape, weights: Mapping[str, Tensor], dtype: torch.dtype
     ) -> None:
-        """`weights`: of `pack_decoder`, with the same dtype."""
+        """`weights`: of `pack_decoder`, in `dtype` or in int8; `dtype`: the cache's."""
         self._kernels, self._shape, self._weights = kernels, shape, weights  # which the structures point to
         self._width = padded(shape.hidden_size)
         self._layers = (Layer * len(shape.windows))(
@@ -204,6 +239,7 @@ class NativeDecoder:
         )
         self._decoder = Decoder(
             is_bfloat16=int(dtype == torch.bfloat16),
+            is_int8=int(weights["head"].dtype == torch.int8),
             num_layers=len(shape.windows),
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,
@@ -237,7 +273,8 @@ class NativeDecoder:
         packed = self._weights[name]
         if packed.numel() != padded(num_outputs) * num_inputs:
             raise ValueError(f"packed {name} has {packed.numel()} elements, not {padded(num_outputs)} · {num_inputs}")
-        return Linear(packed.data_ptr(), self._pointer(f"{name}.bias"), num_inputs, num_outputs)
+        bias, scales, offsets = (self._pointer(f"{name}.{part}") for part in ("bias", "scales", "offsets"))
+        return Linear(packed.data_ptr(), bias, scales, offsets, num_inputs, num_outputs)
 
     def _pointer(self, name: str) -> int | None:
         tensor = self._weights.get(name)

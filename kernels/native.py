@@ -33,11 +33,13 @@ class NativeMissing(RuntimeError):
 
 
 class Linear(ctypes.Structure):
-    """A packed weight matrix; `bias` may be null."""
+    """A packed weight matrix; `bias` may be null, `scales` and `offsets` are of int8."""
 
     _fields_ = [
         ("packed", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
         ("num_inputs", ctypes.c_int64),
         ("num_outputs", ctypes.c_int64),
     ]
@@ -59,7 +61,7 @@ class Decoder(ctypes.Structure):
     _fields_ = [
         *[
             (name, ctypes.c_int64)
-            for name in ("is_bfloat16", "num_layers", "hidden_size", "intermediate_size", "num_heads")
+            for name in ("is_bfloat16", "is_int8", "num_layers", "hidden_size", "intermediate_size", "num_heads")
         ],
         *[(name, ctypes.c_float) for name in ("epsilon", "scaling", "softcap")],
         ("layers", ctypes.POINTER(Layer)),
@@ -136,7 +138,7 @@ class Native:
         ]
         self.attention.restype = None
         self.linear = library.kvferry_linear
-        self.linear.argtypes = [pointer, switch, pointer, number, number, ctypes.POINTER(Linear), pointer]
+        self.linear.argtypes = [pointer, switch, switch, pointer, number, number, ctypes.POINTER(Linear), pointer]
         self.linear.restype = None
 
 

@@ -21,7 +21,7 @@ struct Layer {
 };
 
 struct Decoder {
-  int64_t is_bfloat16, num_layers, hidden_size, intermediate_size, num_heads;
+  int64_t is_bfloat16, is_int8, num_layers, hidden_size, intermediate_size, num_heads;
   float epsilon, scaling, softcap;
   const Layer* layers;
   const float* final_norm;
@@ -40,11 +40,17 @@ struct Step {
 
 namespace {
 
-template <typename T>
+// What a linear with weights of W reads where the cache holds T.
+template <typename W, typename T>
+using Read = std::conditional_t<std::is_same_v<W, Int8>, float, T>;
+
+template <typename W, typename T>
 struct Buffers {
   int64_t normed_width, projected_width, attention_width, activation_width;
-  std::vector<T> normed, queries, attended, activations;
+  std::vector<T> queries, attended;
+  std::vector<Read<W, T>> normed, activations;
   std::vector<float> projected;
+  Bytes bytes;
 
   void resize(const Decoder& decoder, const Cache& cache, int64_t num_tokens) {
     normed_width = padded(decoder.hidden_size);
@@ -56,18 +62,22 @@ struct Buffers {
     attended.resize(num_tokens * attention_width);
     activations.resize(num_tokens * activation_width);
     projected.resize(num_tokens * projected_width);
+    if (std::is_same_v<W, Int8>) {
+      bytes.values.resize(num_tokens * std::max({normed_width, attention_width, activation_width}));
+      bytes.scales.resize(num_tokens);
+    }
   }
 };
 
-template <typename T>
-Buffers<T>& buffers() {
-  static thread_local Buffers<T> own;  // of the thread that calls, reused from step to step
+template <typename W, typename T>
+Buffers<W, T>& buffers() {
+  static thread_local Buffers<W, T> own;  // of the thread that calls, reused from step to step
   return own;
 }
 
-template <typename T>
+template <typename W, typename T>
 void run_layers(Team& team, const Decoder& decoder, const Step& step) {
-  Buffers<T>& mine = buffers<T>();
+  Buffers<W, T>& mine = buffers<W, T>();
   mine.resize(decoder, step.cache, step.num_tokens);
   const std::vector<AttentionTask> tasks = attention_tasks(step.sequences, step.cache.num_kv_heads);
   const int64_t width = padded(decoder.hidden_size), count = step.num_tokens;
@@ -76,36 +86,55 @@ void run_layers(Team& team, const Decoder& decoder, const Step& step) {
       const Layer& layer = decoder.layers[number];
       const Rotation rotation = {step.cosines, step.sines, layer.query_norm, layer.key_norm, decoder.epsilon};
       const AttentionSettings settings = {decoder.num_heads, number, layer.window, decoder.scaling, decoder.softcap};
-      const Output<T> to_x = {step.x, nullptr, width};
+      using Taken = Read<W, T>;
+      const Output<Taken> to_x = {step.x, nullptr, width};
       normalise_rows(team, step.x, width, count, layer.attention_norm, decoder.hidden_size, decoder.epsilon,
                      mine.normed.data(), mine.normed_width);
-      multiply<T, After::STORE>(team, mine.normed.data(), mine.normed_width, count, layer.projection,
-                                {mine.projected.data(), nullptr, mine.projected_width});
+      multiply<W, Taken, After::STORE>(
+          team, as_rows<W>(team, mine.normed.data(), mine.normed_width, count, layer.projection, mine.bytes), count,
+          layer.projection, {mine.projected.data(), nullptr, mine.projected_width});
       rotate_and_write(team, mine.projected.data(), mine.projected_width, count, decoder.num_heads, rotation,
                        step.cache, number, step.slots, mine.queries.data(), mine.attention_width);
       attend(team, tasks, step.cache, step.sequences, settings, mine.queries.data(), mine.attention_width,
              mine.attended.data(), mine.attention_width);
-      multiply<T, After::ADD>(team, mine.attended.data(), mine.attention_width, count, layer.output, to_x);
+      multiply<W, Taken, After::ADD>(
+          team, as_rows<W>(team, mine.attended.data(), mine.attention_width, count, layer.output, mine.bytes), count,
+          layer.output, to_x);
       normalise_rows(team, step.x, width, count, layer.mlp_norm, decoder.hidden_size, decoder.epsilon,
                      mine.normed.data(), mine.normed_width);
-      multiply<T, After::SILU_MUL>(team, mine.normed.data(), mine.normed_width, count, layer.gate_up,
-                                   {nullptr, mine.activations.data(), mine.activation_width});
-      multiply<T, After::ADD>(team, mine.activations.data(), mine.activation_width, count, layer.down, to_x);
+      multiply<W, Taken, After::SILU_MUL>(
+          team, as_rows<W>(team, mine.normed.data(), mine.normed_width, count, layer.gate_up, mine.bytes), count,
+          layer.gate_up, {nullptr, mine.activations.data(), mine.activation_width});
+      multiply<W, Taken, After::ADD>(
+          team, as_rows<W>(team, mine.activations.data(), mine.activation_width, count, layer.down, mine.bytes), count,
+          layer.down, to_x);
     }
   });
 }
 
-template <typename T>
+template <typename W, typename T>
 void run_head(Team& team, const Decoder& decoder, const float* x, const int64_t* rows, int64_t num_rows,
               float* logits, int64_t stride) {
+  using Taken = Read<W, T>;
   const int64_t width = padded(decoder.hidden_size);
-  std::vector<T> normed(num_rows * width);
+  std::vector<Taken> normed(num_rows * width);
+  Bytes bytes = {std::vector<uint8_t>(num_rows * width), std::vector<float>(num_rows)};
   team.run([&] {
     team.share(num_rows, [&](int64_t row) {
       normalise(x + rows[row] * width, decoder.final_norm, decoder.hidden_size, decoder.epsilon, &normed[row * width]);
     });
-    multiply<T, After::STORE>(team, normed.data(), width, num_rows, decoder.head, {logits, nullptr, stride});
+    multiply<W, Taken, After::STORE>(team, as_rows<W>(team, normed.data(), width, num_rows, decoder.head, bytes),
+                                     num_rows, decoder.head, {logits, nullptr, stride});
   });
+}
+
+// Calls work<W, T>() for the decoder's types.
+template <typename Work>
+void with_types(const Decoder& decoder, const Work& work) {
+  if (decoder.is_int8)
+    decoder.is_bfloat16 ? work.template operator()<Int8, Bf16>() : work.template operator()<Int8, float>();
+  else
+    decoder.is_bfloat16 ? work.template operator()<Bf16, Bf16>() : work.template operator()<float, float>();
 }
 
 }  // namespace
@@ -117,14 +146,15 @@ Team* kvferry_team(int num_threads) { return new Team(num_threads); }
 void kvferry_end_team(Team* team) { delete team; }
 
 void kvferry_layers(Team* team, const Decoder* decoder, const Step* step) {
-  decoder->is_bfloat16 ? run_layers<Bf16>(*team, *decoder, *step) : run_layers<float>(*team, *decoder, *step);
+  with_types(*decoder, [&]<typename W, typename T>() { run_layers<W, T>(*team, *decoder, *step); });
 }
 
 // `rows` of x → `logits` [num_rows, stride], stride = padded(vocabulary).
 void kvferry_head(Team* team, const Decoder* decoder, const float* x, const int64_t* rows, int64_t num_rows,
                   float* logits, int64_t stride) {
-  decoder->is_bfloat16 ? run_head<Bf16>(*team, *decoder, x, rows, num_rows, logits, stride)
-                       : run_head<float>(*team, *decoder, x, rows, num_rows, logits, stride);
+  with_types(*decoder, [&]<typename W, typename T>() {
+    run_head<W, T>(*team, *decoder, x, rows, num_rows, logits, stride);
+  });
 }
 
 // query, output: [tokens, num_heads, head_dim].
@@ -142,17 +172,18 @@ void kvferry_attention(Team* team, int is_bfloat16, const Cache* cache, const Se
   });
 }
 
-// input: [num_rows, stride] → output: [num_rows, padded(num_outputs)].
-void kvferry_linear(Team* team, int is_bfloat16, const void* input, int64_t stride, int64_t num_rows,
+// input: [num_rows, stride] of float, or of bfloat16 for weights of it → output: [num_rows, padded(num_outputs)].
+void kvferry_linear(Team* team, int is_bfloat16, int is_int8, const void* input, int64_t stride, int64_t num_rows,
                     const Linear* linear, float* output) {
-  const int64_t width = padded(linear->num_outputs);
-  team->run([&] {
-    if (is_bfloat16)
-      multiply<Bf16, After::STORE>(*team, static_cast<const Bf16*>(input), stride, num_rows, *linear,
-                                   {output, nullptr, width});
-    else
-      multiply<float, After::STORE>(*team, static_cast<const float*>(input), stride, num_rows, *linear,
-                                    {output, nullptr, width});
-  });
+  Bytes bytes = {std::vector<uint8_t>(num_rows * linear->num_inputs), std::vector<float>(num_rows)};
+  const auto run = [&]<typename W, typename T>(const T* rows) {
+    team->run([&] {
+      multiply<W, T, After::STORE>(*team, as_rows<W>(*team, rows, stride, num_rows, *linear, bytes), num_rows, *linear,
+                                   {output, nullptr, padded(linear->num_outputs)});
+    });
+  };
+  if (is_int8) run.template operator()<Int8>(static_cast<const float*>(input));
+  else if (is_bfloat16) run.template operator()<Bf16>(static_cast<const Bf16*>(input));
+  else run.template operator()<float>(static_cast<const float*>(input));
 }
 }

@@ -4,8 +4,13 @@
 // [tiles][units][32], one or two elements a lane (`PER_UNIT`). Features that do not exist are zero.
 //
 // Every output is one lane that goes through the input from its first unit to its last, whatever the number of rows:
-// a row's result depends on nothing but the row.
+// a row's result depends on nothing but the row. With weights in int8 the row is rounded to bytes, by its own largest
+// value, and sums are whole numbers.
 #pragma once
+
+#include <algorithm>
+#include <type_traits>
+#include <vector>
 
 #include "simd.h"
 #include "team.h"
@@ -18,8 +23,17 @@ constexpr int64_t ROWS_A_SHARE = 48;
 
 struct Linear {
   const uint32_t* packed;
-  const float* bias;  // [padded(num_outputs)] or null
+  const float* bias;       // [padded(num_outputs)] or null
+  const float* scales;     // int8: of each output
+  const int32_t* offsets;  // int8: 128 · the sum of each output's weights
   int64_t num_inputs, num_outputs;
+};
+
+// Rows as a product takes them. int8: bytes are 128 + value / scale, rounded, and each row has its scale.
+struct Rows {
+  const uint32_t* units;
+  const float* scales;
+  int64_t stride;  // units
 };
 
 enum class After { STORE, ADD, SILU_MUL };
@@ -50,45 +64,62 @@ inline void finish(const Output<T>& out, int64_t row, int64_t tile, F32x16 first
   store(to + LANES, second);
 }
 
-template <typename T, After AFTER, int ROWS>
-inline void multiply_rows(const uint32_t* input, int64_t stride, const Linear& linear, int64_t tile, int64_t row,
-                          const Output<T>& out) {
-  const int64_t num_units = linear.num_inputs / PER_UNIT<T>;
+// The type of a sum, a step of it, and what it stands for in the end.
+template <typename W>
+struct Sum {
+  F32x16 value;
+  void add(U32x16 row, U32x16 weights) { value = dot_units<W>(value, row, weights); }
+  F32x16 result(const Rows&, int64_t, const Linear&, int64_t) const { return value; }
+};
+
+template <>
+struct Sum<Int8> {
+  I32x16 value;
+  void add(U32x16 row, U32x16 weights) { value = dot_bytes(value, row, weights); }
+  F32x16 result(const Rows& rows, int64_t row, const Linear& linear, int64_t output) const {
+    const I32x16 exact = value - load_bytes<I32x16>(linear.offsets + output);
+    return __builtin_convertvector(exact, F32x16) * (rows.scales[row] * load(linear.scales + output));
+  }
+};
+
+template <typename W, typename T, After AFTER, int ROWS>
+inline void multiply_rows(const Rows& rows, const Linear& linear, int64_t tile, int64_t row, const Output<T>& out) {
+  const int64_t num_units = linear.num_inputs / PER_UNIT<W>;
   const uint32_t* weights = linear.packed + tile * num_units * TILE;
-  F32x16 sums[ROWS][2] = {};
+  Sum<W> sums[ROWS][2] = {};
   for (int64_t unit = 0; unit < num_units; ++unit) {
     const U32x16 first = load_bytes<U32x16>(weights + unit * TILE);
     const U32x16 second = load_bytes<U32x16>(weights + unit * TILE + LANES);
 #pragma GCC unroll 12
     for (int i = 0; i < ROWS; ++i) {
-      const U32x16 one = splat_bits(input[(row + i) * stride + unit]);
-      sums[i][0] = dot_units<T>(sums[i][0], one, first);
-      sums[i][1] = dot_units<T>(sums[i][1], one, second);
+      const U32x16 one = splat_bits(rows.units[(row + i) * rows.stride + unit]);
+      sums[i][0].add(one, first);
+      sums[i][1].add(one, second);
     }
   }
-  const float* bias = linear.bias == nullptr ? nullptr : linear.bias + tile * TILE;
+  const int64_t output = tile * TILE;
 #pragma GCC unroll 12
   for (int i = 0; i < ROWS; ++i) {
-    if (bias != nullptr) {
-      sums[i][0] += load(bias);
-      sums[i][1] += load(bias + LANES);
+    F32x16 left = sums[i][0].result(rows, row + i, linear, output);
+    F32x16 right = sums[i][1].result(rows, row + i, linear, output + LANES);
+    if (linear.bias != nullptr) {
+      left += load(linear.bias + output);
+      right += load(linear.bias + output + LANES);
     }
-    finish<AFTER, T>(out, row + i, tile, sums[i][0], sums[i][1]);
+    finish<AFTER, T>(out, row + i, tile, left, right);
   }
 }
 
-template <typename T, After AFTER, int ROWS>
-inline void multiply_up_to(int64_t num_rows, const uint32_t* input, int64_t stride, const Linear& linear, int64_t tile,
-                           int64_t row, const Output<T>& out) {
-  if (num_rows == ROWS) return multiply_rows<T, AFTER, ROWS>(input, stride, linear, tile, row, out);
-  if constexpr (ROWS > 1) multiply_up_to<T, AFTER, ROWS - 1>(num_rows, input, stride, linear, tile, row, out);
+template <typename W, typename T, After AFTER, int ROWS>
+inline void multiply_up_to(int64_t num_rows, const Rows& rows, const Linear& linear, int64_t tile, int64_t row,
+                           const Output<T>& out) {
+  if (num_rows == ROWS) return multiply_rows<W, T, AFTER, ROWS>(rows, linear, tile, row, out);
+  if constexpr (ROWS > 1) multiply_up_to<W, T, AFTER, ROWS - 1>(num_rows, rows, linear, tile, row, out);
 }
 
-// out = rows · weightsᵀ + bias. `input`: [num_rows, stride] units. Of all threads together.
-template <typename T, After AFTER>
-inline void multiply(Team& team, const T* input, int64_t stride, int64_t num_rows, const Linear& linear,
-                     const Output<T>& out) {
-  const uint32_t* units = reinterpret_cast<const uint32_t*>(input);
+// out = rows · weightsᵀ + bias. Of all threads together.
+template <typename W, typename T, After AFTER>
+inline void multiply(Team& team, const Rows& rows, int64_t num_rows, const Linear& linear, const Output<T>& out) {
   const int64_t num_tiles = (linear.num_outputs + TILE - 1) / TILE;
   const int64_t num_parts = (num_rows + ROWS_A_SHARE - 1) / ROWS_A_SHARE;
   team.share(num_tiles * num_parts, [&](int64_t share) {
@@ -97,9 +128,55 @@ inline void multiply(Team& team, const T* input, int64_t stride, int64_t num_row
     const int64_t num_steps = (end - begin + MOST_ROWS - 1) / MOST_ROWS;
     for (int64_t step = 0; step < num_steps; ++step) {  // of nearly equal size
       const int64_t from = begin + (end - begin) * step / num_steps, to = begin + (end - begin) * (step + 1) / num_steps;
-      multiply_up_to<T, AFTER, MOST_ROWS>(to - from, units, stride / PER_UNIT<T>, linear, tile, from, out);
+      multiply_up_to<W, T, AFTER, MOST_ROWS>(to - from, rows, linear, tile, from, out);
     }
   });
+}
+
+// One row in bytes; returns its scale, which is NaN for a row that is not finite.
+template <typename T>
+inline float quantise(const T* from, int64_t count, uint8_t* to) {
+  const auto values = [&](int64_t at) {
+    if (at + LANES <= count) return load(from + at);
+    T last[LANES] = {};
+    std::copy_n(from + at, count - at, last);
+    return load(last);
+  };
+  F32x16 largest = {}, poison = {};
+  for (int64_t at = 0; at < count; at += LANES) {
+    const F32x16 value = values(at);
+    largest = larger(largest, larger(value, -value));
+    poison += value * 0.0f;
+  }
+  const float most = largest_of(largest), factor = most > 0.0f ? 127.0f / most : 0.0f;
+  const F32x16 magic = splat(12582912.0f + 128.0f);  // rounds, and leaves 128 + the value in the lowest bits
+  for (int64_t at = 0; at < count; at += LANES) {
+    const U32x16 bits = bits_of<U32x16>(fma(values(at), splat(factor), magic));
+    const U8x16 bytes = __builtin_convertvector(bits & 255u, U8x16);
+    std::memcpy(to + at, &bytes, std::min(LANES, count - at));
+  }
+  return most / 127.0f + sum_of(poison);
+}
+
+// A thread team's rows in bytes.
+struct Bytes {
+  std::vector<uint8_t> values;
+  std::vector<float> scales;
+};
+
+// Rows [num_rows, stride] of T as a product with weights of W takes them.
+template <typename W, typename T>
+inline Rows as_rows(Team& team, const T* from, int64_t stride, int64_t num_rows, const Linear& linear, Bytes& bytes) {
+  if constexpr (!std::is_same_v<W, Int8>) {
+    static_assert(std::is_same_v<W, T>);
+    return {reinterpret_cast<const uint32_t*>(from), nullptr, stride / PER_UNIT<T>};
+  } else {
+    const int64_t count = linear.num_inputs;
+    team.share(num_rows, [&](int64_t row) {
+      bytes.scales[row] = quantise(from + row * stride, count, &bytes.values[row * count]);
+    });
+    return {reinterpret_cast<const uint32_t*>(bytes.values.data()), bytes.scales.data(), count / PER_UNIT<Int8>};
+  }
 }
 
 }  // namespace kvferry

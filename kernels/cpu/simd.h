@@ -18,9 +18,13 @@ typedef float F32x16 __attribute__((vector_size(64)));
 typedef uint32_t U32x16 __attribute__((vector_size(64)));
 typedef int32_t I32x16 __attribute__((vector_size(64)));
 typedef uint16_t U16x16 __attribute__((vector_size(32)));
+typedef uint8_t U8x16 __attribute__((vector_size(16)));
 
 struct Bf16 {
   uint16_t bits;
+};
+struct Int8 {
+  int8_t value;
 };
 
 constexpr int64_t LANES = 16;
@@ -76,7 +80,7 @@ inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
 inline F32x16 larger(F32x16 a, F32x16 b) { return a > b ? a : b; }
 inline F32x16 smaller(F32x16 a, F32x16 b) { return a < b ? a : b; }
 
-// Units: what a 32-bit lane of a dot product holds, one float or two neighbours of bfloat16.
+// Units: what a 32-bit lane of a dot product holds, one float, two neighbours of bfloat16 or four of int8.
 template <typename T>
 constexpr int64_t PER_UNIT = 4 / sizeof(T);
 
@@ -87,6 +91,17 @@ inline F32x16 dot_units(F32x16 sum, U32x16 a, U32x16 b);
 template <>
 inline F32x16 dot_units<float>(F32x16 sum, U32x16 a, U32x16 b) {
   return fma(bits_of<F32x16>(a), bits_of<F32x16>(b), sum);
+}
+
+// a: without sign, b: with.
+inline I32x16 dot_bytes(I32x16 sum, U32x16 a, U32x16 b) {
+#if defined(__AVX512VNNI__)
+  return (I32x16)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#else
+  for (int shift = 0; shift < 32; shift += 8)
+    sum += bits_of<I32x16>((a >> shift) & 255u) * (bits_of<I32x16>(b << (24 - shift)) >> 24);
+  return sum;
+#endif
 }
 
 template <>

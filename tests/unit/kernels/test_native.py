@@ -44,7 +44,7 @@ def test_linear_is_the_product_and_a_row_depends_on_itself_alone(
     weight = (draw(num_outputs, num_inputs) * num_inputs**-0.5).to(dtype)
     rows = draw(61, num_inputs, seed=1).to(dtype)
     packed = pack(weight, dtype)
-    linear = Linear(packed=packed.data_ptr(), bias=None, num_inputs=num_inputs, num_outputs=num_outputs)
+    linear = Linear(packed=packed.values.data_ptr(), num_inputs=num_inputs, num_outputs=num_outputs)
     whole = kernels().linear(rows, linear)
     torch.testing.assert_close(whole, rows.float() @ weight.float().T, rtol=1e-4, atol=1e-4)
     for team in (kernels(1), kernels(3)):
@@ -55,7 +55,7 @@ def test_linear_is_the_product_and_a_row_depends_on_itself_alone(
 
 def test_gates_and_their_partners_share_a_tile() -> None:
     gate, up = torch.full((20, 4), 1.0), torch.full((20, 4), 2.0)
-    packed = pack_gate_up(gate, up, torch.float32)  # [2 tiles, 4 units, 32]
+    packed = pack_gate_up(gate, up, torch.float32).values  # [2 tiles, 4 units, 32]
     assert packed.shape == (2, 4, 32)
     assert packed[0, 0].tolist() == [1.0] * 16 + [2.0] * 16
     assert packed[1, 3].tolist() == [1.0] * 4 + [0.0] * 12 + [2.0] * 4 + [0.0] * 12
