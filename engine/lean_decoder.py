@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from engine.packed_weights import kept_weights
 from engine.paged_attention import AttentionCall, PagedBatch
-from kernels.decoder import DecoderShape, LayerWeights, NativeDecoder, NativeKernels, pack_decoder
+from kernels.decoder import GROUP, DecoderShape, LayerWeights, NativeDecoder, NativeKernels, pack_decoder
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
@@ -56,14 +56,14 @@ def lean_decoder(
     model: PreTrainedModel,
     calls: Sequence[AttentionCall],
     kernels: NativeKernels,
-    dtype: torch.dtype,
+    weights_dtype: torch.dtype,
     packed_file: Path | None = None,
 ) -> LeanDecoder | None:
     """None for a model that is none of Llama's family, or that differs from it where it matters.
 
-    `packed_file`: where its packed weights are, or are to be kept.
+    `weights_dtype`: the model's, or int8; `packed_file`: where its packed weights are, or are to be kept.
     """
-    if not _is_like_llama(model, calls):
+    if not _is_like_llama(model, calls, GROUP if weights_dtype == torch.int8 else 2):
         return None
     config, inner = model.config, _untyped(model.model)
     head: Tensor = _untyped(model.lm_head).weight
@@ -79,12 +79,12 @@ def lean_decoder(
         windows=tuple(call.sliding_window for call in calls),
     )
     weights = kept_weights(
-        packed_file, lambda: pack_decoder(map(_weights, inner.layers), inner.norm.weight, head, dtype)
+        packed_file, lambda: pack_decoder(map(_weights, inner.layers), inner.norm.weight, head, weights_dtype)
     )
-    return LeanDecoder(model, NativeDecoder(kernels, shape, weights, dtype))
+    return LeanDecoder(model, NativeDecoder(kernels, shape, weights, model.dtype))
 
 
-def _is_like_llama(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> bool:
+def _is_like_llama(model: PreTrainedModel, calls: Sequence[AttentionCall], unit: int) -> bool:
     config, head_dim = model.config, calls[0].head_dim
     return (
         config.model_type in MODEL_TYPES
@@ -92,7 +92,10 @@ def _is_like_llama(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> bo
         and not getattr(config, "mlp_bias", False)
         and _untyped(model.lm_head).bias is None
         and _untyped(model.model).rotary_emb.inv_freq.shape[0] * 2 == head_dim  # all of a head is rotated
-        and all(size % 2 == 0 for size in (config.hidden_size, config.intermediate_size))
+        and all(
+            size % unit == 0
+            for size in (config.hidden_size, config.intermediate_size, head_dim * config.num_attention_heads)
+        )
     )
 
 

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 RESCALING_ROPE_TYPES = frozenset({"dynamic", "longrope"})
 CHECK_TOKENS, CHECK_CHUNK, CHECK_BLOCK = 24, 15, 4
-LARGEST_DEVIATION = {"float32": 1e-3, "bfloat16": 0.15}
+LARGEST_DEVIATION = {"float32": 1e-3, "bfloat16": 0.15, "int8": 0.3}
 """Median over the checked positions of |ours - theirs| / |theirs|: rounding is far below, a dropped term far above."""
 
 
@@ -85,11 +85,13 @@ def load_model(
     max_context: int | None = None,
     kernels: NativeKernels | None = None,
     packed_folder: Path | None = None,
+    quantization: str = "none",
 ) -> LoadedModel:
     """Load the model in `folder` with weights and KV in `dtype` ("float32" or "bfloat16").
 
     With `kernels` a model of Llama's family runs on them as a whole, of any other its attention. Packed weights are
-    kept in `packed_folder`, if there is one.
+    kept in `packed_folder`, if there is one. `quantization` "int8": weights of the linears are rounded to it, where
+    `kernels` run a model of Llama's family.
 
     Raises:
         FailedPrecondition: a file is missing or damaged, a tensor is missing, or the model cannot be served exactly.
@@ -107,17 +109,32 @@ def load_model(
         head_dim=calls[0].head_dim,
         block_size=block_size,
         dtype=dtype,
-        model_fingerprint=model_fingerprint(folder),
+        model_fingerprint=quantised_fingerprint(model_fingerprint(folder), quantization),
         rope_digest=_rope_digest(config),
     )
-    packed_file = (
-        packed_folder and packed_folder / f"weights-{PACKING}-{layout.model_fingerprint[:32]}-{dtype}.safetensors"
-    )
-    lean = None if kernels is None else lean_decoder(model, calls, kernels, TORCH_DTYPES[dtype], packed_file)
+    packed_file = packed_folder and packed_folder / _packed_name(layout)
+    weights_dtype = TORCH_DTYPES[dtype] if quantization == "none" else torch.int8
+    lean = None if kernels is None else lean_decoder(model, calls, kernels, weights_dtype, packed_file)
+    if lean is None and quantization != "none":
+        raise FailedPrecondition(
+            f"{folder}: quantization {quantization} needs a model of Llama's family and native kernels"
+        )
     forward = lean or GenericForward(model)
     attend = paged_attention if kernels is None else kernels.paged_attention
-    vocab_size = _compare_with_eager(folder, model, layout, forward, attend)
+    limit_of = LARGEST_DEVIATION[dtype if quantization == "none" else quantization]
+    vocab_size = _compare_with_eager(folder, model, layout, forward, attend, limit_of)
     return LoadedModel(forward, layout, limit, vocab_size, _widest_window(calls))
+
+
+def quantised_fingerprint(fingerprint: str, quantization: str) -> str:
+    """Of the weights as they compute: rounded ones are others, whose blocks must not meet the exact ones'."""
+    if quantization == "none":
+        return fingerprint
+    return hashlib.sha256(f"{fingerprint}:{quantization}".encode()).hexdigest()
+
+
+def _packed_name(layout: KvLayout) -> str:
+    return f"weights-{PACKING}-{layout.model_fingerprint[:32]}-{layout.dtype}.safetensors"
 
 
 def _rope_digest(config: PreTrainedConfig) -> str:
@@ -287,7 +304,7 @@ def _configured_window(config: PreTrainedConfig, layer: int) -> int | None:
 
 
 def _compare_with_eager(
-    folder: Path, model: PreTrainedModel, layout: KvLayout, forward: Forward, attend: Attend
+    folder: Path, model: PreTrainedModel, layout: KvLayout, forward: Forward, attend: Attend, largest_deviation: float
 ) -> int:
     """Refuse a model whose logits on paged attention are not those of transformers; returns the vocabulary's size."""
     token_ids = [(7 * position + 3) % min(model.config.vocab_size, 97) for position in range(CHECK_TOKENS)]
@@ -300,10 +317,10 @@ def _compare_with_eager(
         ours = forward.logits(batch, torch.arange(end - start))  # [rows, V]; those of the second chunk stay
     theirs = _with_eager(model, lambda: _plain_logits(model, token_ids))[CHECK_CHUNK:]
     deviation = ((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).median().item()
-    if not deviation <= LARGEST_DEVIATION[layout.dtype]:
+    if not deviation <= largest_deviation:
         raise FailedPrecondition(
             f"{folder}: {type(model).__name__} computes something else on paged attention than on its own "
-            f"(logits deviate by {deviation:.2g}, at most {LARGEST_DEVIATION[layout.dtype]:.2g} is rounding)"
+            f"(logits deviate by {deviation:.2g}, at most {largest_deviation:.2g} is rounding)"
         )
     return int(ours.shape[1])
 

@@ -42,6 +42,7 @@ class ModelRunner:
             max_context=config.max_context,
             kernels=kernels,
             packed_folder=config.kernels_folder,
+            quantization=config.quantization,
         )
         gc.collect()  # transformers' layers, where they are not used: they refer to each other
         give_back_freed()

@@ -51,6 +51,7 @@ def open_core(config: Config, *, digests: bool = False) -> EngineCore:
             dtype=config.model.dtype,
             num_threads=engine.num_threads or 1,
             max_context=engine.max_context,
+            quantization=config.model.quantization,
             kernels=engine.kernels,
             kernels_folder=config.model.kernels_path,
         ),

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from engine.forward_batch import OnKvWritten, Sampled, SequenceSlice
 from engine.scripted import SCRIPT_FILE, open_scripted_runner
-from kvferry.config import KernelChoice
+from kvferry.config import KernelChoice, Quantization
 from kvferry.errors import InvalidArgument
 from kvferry.kv_layout import DTYPE_BYTES, KvLayout
 
@@ -30,6 +30,7 @@ class RunnerConfig:
         device: only "cpu" so far.
         num_threads: torch threads of this process.
         max_context: upper limit on a sequence's tokens; None: what the model's configuration allows.
+        quantization: "none", or "int8" for the weights of the linears.
         kernels: "native", "reference", or "auto": native where they can be built.
         kernels_folder: where the native ones are kept once they are built, and weights packed for them.
     """
@@ -40,6 +41,7 @@ class RunnerConfig:
     device: str = "cpu"
     num_threads: int = 1
     max_context: int | None = None
+    quantization: Quantization = "none"
     kernels: KernelChoice = "reference"
     kernels_folder: Path = Path()
 

@@ -24,7 +24,11 @@ PACKING = 1
 """Counts up with every change of what `pack_decoder` makes."""
 INT8_MAX = 127
 INT8_OFFSET = 128
-"""Added to the bytes of rows, which have no sign."""
+"""Added to weights, whose bytes have no sign."""
+GROUP = 32
+"""Inputs that share a scale in int8."""
+SMALLEST_SCALE = 2.0**-24
+"""Of half precision; weights that need a smaller one become 0."""
 GATES = TILE // 2
 """Gates of a tile whose other half are their partners."""
 
@@ -40,24 +44,29 @@ class Packed:
 
     Attributes:
         values: `[tiles, units, 32 · elements of a unit]`, zeros where there is no output.
-        scales: `[padded(num_outputs)]` float32, of int8 only.
-        offsets: `[padded(num_outputs)]` int32, of int8 only: 128 · the sum of an output's weights.
+        scales: `[tiles, groups, 32]` float16, of int8 only.
     """
 
     values: Tensor
     scales: Tensor | None = None
-    offsets: Tensor | None = None
 
 
 def pack(weight: Tensor, dtype: torch.dtype) -> Packed:
-    """`[num_outputs, num_inputs]`, in `dtype`. To int8 every output has a scale of its own, by its largest weight."""
+    """`[num_outputs, num_inputs]`, in `dtype`; in int8 every 32 inputs of an output share a scale, by the largest.
+
+    Raises ValueError where the inputs are no whole number of units, or of groups.
+    """
     if dtype != torch.int8:
         return Packed(_tiles(weight, dtype))
-    scales = weight.float().abs().amax(dim=1) / INT8_MAX  # [num_outputs]
-    whole = (weight.float() / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round()
-    offsets = torch.zeros(padded(len(weight)), dtype=torch.int32)
-    offsets[: len(weight)] = INT8_OFFSET * whole.sum(dim=1)
-    return Packed(_tiles(whole, dtype), pad(scales), offsets)
+    num_outputs, num_inputs = weight.shape
+    if num_inputs % GROUP:
+        raise ValueError(f"{num_inputs} input features are no whole number of groups of {GROUP}")
+    groups = torch.zeros(padded(num_outputs), num_inputs // GROUP, GROUP)
+    groups[:num_outputs] = weight.view(num_outputs, -1, GROUP)
+    scales = (groups.abs().amax(dim=2) / INT8_MAX).half()  # [outputs, groups]; what is rounded is rounded by these
+    whole = (groups / scales.float().clamp_min(SMALLEST_SCALE)[..., None]).round().clamp(-INT8_MAX, INT8_MAX)
+    values = _tiles((whole + INT8_OFFSET).view(-1, num_inputs), torch.uint8)
+    return Packed(values, scales.view(-1, TILE, num_inputs // GROUP).transpose(1, 2).contiguous())
 
 
 def _tiles(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -154,8 +163,8 @@ def pack_decoder(
 
 
 def _parts(name: str, packed: Packed) -> dict[str, Tensor]:
-    parts = {name: packed.values, f"{name}.scales": packed.scales, f"{name}.offsets": packed.offsets}
-    return {part: tensor for part, tensor in parts.items() if tensor is not None}
+    scales = {} if packed.scales is None else {f"{name}.scales": packed.scales}
+    return {name: packed.values, **scales}
 
 
 def pad(values: Tensor) -> Tensor:
@@ -239,7 +248,7 @@ class NativeDecoder:
         )
         self._decoder = Decoder(
             is_bfloat16=int(dtype == torch.bfloat16),
-            is_int8=int(weights["head"].dtype == torch.int8),
+            is_int8=int(weights["head"].dtype == torch.uint8),
             num_layers=len(shape.windows),
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,
@@ -273,8 +282,8 @@ class NativeDecoder:
         packed = self._weights[name]
         if packed.numel() != padded(num_outputs) * num_inputs:
             raise ValueError(f"packed {name} has {packed.numel()} elements, not {padded(num_outputs)} · {num_inputs}")
-        bias, scales, offsets = (self._pointer(f"{name}.{part}") for part in ("bias", "scales", "offsets"))
-        return Linear(packed.data_ptr(), bias, scales, offsets, num_inputs, num_outputs)
+        bias, scales = (self._pointer(f"{name}.{part}") for part in ("bias", "scales"))
+        return Linear(packed.data_ptr(), bias, scales, num_inputs, num_outputs)
 
     def _pointer(self, name: str) -> int | None:
         tensor = self._weights.get(name)

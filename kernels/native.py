@@ -33,13 +33,12 @@ class NativeMissing(RuntimeError):
 
 
 class Linear(ctypes.Structure):
-    """A packed weight matrix; `bias` may be null, `scales` and `offsets` are of int8."""
+    """A packed weight matrix; `bias` may be null, `scales` are of int8."""
 
     _fields_ = [
         ("packed", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
-        ("offsets", ctypes.c_void_p),
         ("num_inputs", ctypes.c_int64),
         ("num_outputs", ctypes.c_int64),
     ]

@@ -62,10 +62,7 @@ struct Buffers {
     attended.resize(num_tokens * attention_width);
     activations.resize(num_tokens * activation_width);
     projected.resize(num_tokens * projected_width);
-    if (std::is_same_v<W, Int8>) {
-      bytes.values.resize(num_tokens * std::max({normed_width, attention_width, activation_width}));
-      bytes.scales.resize(num_tokens);
-    }
+    if (std::is_same_v<W, Int8>) bytes.resize(num_tokens, std::max({normed_width, attention_width, activation_width}));
   }
 };
 
@@ -118,7 +115,8 @@ void run_head(Team& team, const Decoder& decoder, const float* x, const int64_t*
   using Taken = Read<W, T>;
   const int64_t width = padded(decoder.hidden_size);
   std::vector<Taken> normed(num_rows * width);
-  Bytes bytes = {std::vector<uint8_t>(num_rows * width), std::vector<float>(num_rows)};
+  Bytes bytes;
+  bytes.resize(num_rows, width);
   team.run([&] {
     team.share(num_rows, [&](int64_t row) {
       normalise(x + rows[row] * width, decoder.final_norm, decoder.hidden_size, decoder.epsilon, &normed[row * width]);
@@ -175,7 +173,8 @@ void kvferry_attention(Team* team, int is_bfloat16, const Cache* cache, const Se
 // input: [num_rows, stride] of float, or of bfloat16 for weights of it → output: [num_rows, padded(num_outputs)].
 void kvferry_linear(Team* team, int is_bfloat16, int is_int8, const void* input, int64_t stride, int64_t num_rows,
                     const Linear* linear, float* output) {
-  Bytes bytes = {std::vector<uint8_t>(num_rows * linear->num_inputs), std::vector<float>(num_rows)};
+  Bytes bytes;
+  bytes.resize(num_rows, linear->num_inputs);
   const auto run = [&]<typename W, typename T>(const T* rows) {
     team->run([&] {
       multiply<W, T, After::STORE>(*team, as_rows<W>(*team, rows, stride, num_rows, *linear, bytes), num_rows, *linear,

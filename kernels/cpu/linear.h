@@ -4,8 +4,8 @@
 // [tiles][units][32], one or two elements a lane (`PER_UNIT`). Features that do not exist are zero.
 //
 // Every output is one lane that goes through the input from its first unit to its last, whatever the number of rows:
-// a row's result depends on nothing but the row. With weights in int8 the row is rounded to bytes, by its own largest
-// value, and sums are whole numbers.
+// a row's result depends on nothing but the row. With weights in int8 every 32 inputs of an output share a scale, and so
+// do every 32 values of a row, which is rounded to bytes on its way.
 #pragma once
 
 #include <algorithm>
@@ -18,22 +18,24 @@
 namespace kvferry {
 
 constexpr int64_t TILE = 32;
-constexpr int64_t MOST_ROWS = 12;  // 12 rows · 2 vectors are 24 sums, and leave 8 registers
+constexpr int64_t GROUP = 32;  // inputs that share a scale in int8
+template <typename W>  // 12 rows · 2 vectors are 24 sums, and leave 8 registers; int8 has two kinds of sums
+constexpr int64_t MOST_ROWS = std::is_same_v<W, Int8> ? 6 : 12;
 constexpr int64_t ROWS_A_SHARE = 48;
 
 struct Linear {
   const uint32_t* packed;
   const float* bias;       // [padded(num_outputs)] or null
-  const float* scales;     // int8: of each output
-  const int32_t* offsets;  // int8: 128 · the sum of each output's weights
+  const Half* scales;      // int8: [tiles][groups][32]
   int64_t num_inputs, num_outputs;
 };
 
-// Rows as a product takes them. int8: bytes are 128 + value / scale, rounded, and each row has its scale.
+// Rows as a product takes them. int8: bytes are value / scale, rounded; scales and 128 · sums are [rows][groups].
 struct Rows {
   const uint32_t* units;
-  const float* scales;
   int64_t stride;  // units
+  const float* scales;
+  const int32_t* offsets;
 };
 
 enum class After { STORE, ADD, SILU_MUL };
@@ -64,49 +66,68 @@ inline void finish(const Output<T>& out, int64_t row, int64_t tile, F32x16 first
   store(to + LANES, second);
 }
 
-// The type of a sum, a step of it, and what it stands for in the end.
-template <typename W>
-struct Sum {
-  F32x16 value;
-  void add(U32x16 row, U32x16 weights) { value = dot_units<W>(value, row, weights); }
-  F32x16 result(const Rows&, int64_t, const Linear&, int64_t) const { return value; }
-};
-
-template <>
-struct Sum<Int8> {
-  I32x16 value;
-  void add(U32x16 row, U32x16 weights) { value = dot_bytes(value, row, weights); }
-  F32x16 result(const Rows& rows, int64_t row, const Linear& linear, int64_t output) const {
-    const I32x16 exact = value - load_bytes<I32x16>(linear.offsets + output);
-    return __builtin_convertvector(exact, F32x16) * (rows.scales[row] * load(linear.scales + output));
-  }
-};
-
-template <typename W, typename T, After AFTER, int ROWS>
-inline void multiply_rows(const Rows& rows, const Linear& linear, int64_t tile, int64_t row, const Output<T>& out) {
+// Sums of ROWS rows with a tile's weights: [rows][2 vectors].
+template <typename W, int ROWS>
+inline void sum_rows(const Rows& rows, const Linear& linear, int64_t tile, int64_t row, F32x16 (&sums)[ROWS][2]) {
   const int64_t num_units = linear.num_inputs / PER_UNIT<W>;
   const uint32_t* weights = linear.packed + tile * num_units * TILE;
-  Sum<W> sums[ROWS][2] = {};
   for (int64_t unit = 0; unit < num_units; ++unit) {
     const U32x16 first = load_bytes<U32x16>(weights + unit * TILE);
     const U32x16 second = load_bytes<U32x16>(weights + unit * TILE + LANES);
 #pragma GCC unroll 12
     for (int i = 0; i < ROWS; ++i) {
       const U32x16 one = splat_bits(rows.units[(row + i) * rows.stride + unit]);
-      sums[i][0].add(one, first);
-      sums[i][1].add(one, second);
+      sums[i][0] = dot_units<W>(sums[i][0], one, first);
+      sums[i][1] = dot_units<W>(sums[i][1], one, second);
     }
   }
-  const int64_t output = tile * TILE;
+}
+
+// In int8 weights are 128 + value, bytes without sign; a group's sum is a whole number, of which 128 · the row's own sum
+// is taken away, and then scaled by the row's group and the output's.
+template <int ROWS>
+inline void sum_bytes(const Rows& rows, const Linear& linear, int64_t tile, int64_t row, F32x16 (&sums)[ROWS][2]) {
+  const int64_t num_groups = linear.num_inputs / GROUP, units = GROUP / PER_UNIT<Int8>;
+  const uint32_t* weights = linear.packed + tile * num_groups * units * TILE;
+  const Half* scales = linear.scales + tile * num_groups * TILE;
+  for (int64_t group = 0; group < num_groups; ++group, scales += TILE) {
+    I32x16 whole[ROWS][2] = {};
+#pragma GCC unroll 8
+    for (int64_t unit = group * units; unit < (group + 1) * units; ++unit) {
+      const U32x16 first = load_bytes<U32x16>(weights + unit * TILE);
+      const U32x16 second = load_bytes<U32x16>(weights + unit * TILE + LANES);
+#pragma GCC unroll 6
+      for (int i = 0; i < ROWS; ++i) {
+        const U32x16 one = splat_bits(rows.units[(row + i) * rows.stride + unit]);
+        whole[i][0] = dot_bytes(whole[i][0], first, one);
+        whole[i][1] = dot_bytes(whole[i][1], second, one);
+      }
+    }
+    const F32x16 scale[2] = {load(scales), load(scales + LANES)};
+#pragma GCC unroll 6
+    for (int i = 0; i < ROWS; ++i) {
+      const int64_t place = (row + i) * num_groups + group;
+      for (int half = 0; half < 2; ++half) {
+        const F32x16 exact = __builtin_convertvector(whole[i][half] - rows.offsets[place], F32x16);
+        sums[i][half] = fma(exact, scale[half] * rows.scales[place], sums[i][half]);
+      }
+    }
+  }
+}
+
+template <typename W, typename T, After AFTER, int ROWS>
+inline void multiply_rows(const Rows& rows, const Linear& linear, int64_t tile, int64_t row, const Output<T>& out) {
+  F32x16 sums[ROWS][2] = {};
+  if constexpr (std::is_same_v<W, Int8>) sum_bytes<ROWS>(rows, linear, tile, row, sums);
+  else sum_rows<W, ROWS>(rows, linear, tile, row, sums);
+  const float* bias = linear.bias == nullptr ? nullptr : linear.bias + tile * TILE;
 #pragma GCC unroll 12
   for (int i = 0; i < ROWS; ++i) {
-    F32x16 left = sums[i][0].result(rows, row + i, linear, output);
-    F32x16 right = sums[i][1].result(rows, row + i, linear, output + LANES);
-    if (linear.bias != nullptr) {
-      left += load(linear.bias + output);
-      right += load(linear.bias + output + LANES);
+    if (bias != nullptr) {
+      sums[i][0] += load(bias);
+      sums[i][1] += load(bias + LANES);
     }
-    finish<AFTER, T>(out, row + i, tile, left, right);
+    finish<AFTER, T>(out, row + i, tile, sums[i][0], sums[i][1]);
   }
 }
 
@@ -125,43 +146,45 @@ inline void multiply(Team& team, const Rows& rows, int64_t num_rows, const Linea
   team.share(num_tiles * num_parts, [&](int64_t share) {
     const int64_t tile = share / num_parts, begin = share % num_parts * ROWS_A_SHARE;
     const int64_t end = begin + ROWS_A_SHARE < num_rows ? begin + ROWS_A_SHARE : num_rows;
-    const int64_t num_steps = (end - begin + MOST_ROWS - 1) / MOST_ROWS;
+    const int64_t num_steps = (end - begin + MOST_ROWS<W> - 1) / MOST_ROWS<W>;
     for (int64_t step = 0; step < num_steps; ++step) {  // of nearly equal size
       const int64_t from = begin + (end - begin) * step / num_steps, to = begin + (end - begin) * (step + 1) / num_steps;
-      multiply_up_to<W, T, AFTER, MOST_ROWS>(to - from, rows, linear, tile, from, out);
+      multiply_up_to<W, T, AFTER, MOST_ROWS<W>>(to - from, rows, linear, tile, from, out);
     }
   });
 }
 
-// One row in bytes; returns its scale, which is NaN for a row that is not finite.
+// A group of a row in bytes; its scale is NaN where a value is not finite. `from`: GROUP values.
 template <typename T>
-inline float quantise(const T* from, int64_t count, uint8_t* to) {
-  const auto values = [&](int64_t at) {
-    if (at + LANES <= count) return load(from + at);
-    T last[LANES] = {};
-    std::copy_n(from + at, count - at, last);
-    return load(last);
-  };
-  F32x16 largest = {}, poison = {};
-  for (int64_t at = 0; at < count; at += LANES) {
-    const F32x16 value = values(at);
-    largest = larger(largest, larger(value, -value));
-    poison += value * 0.0f;
+inline void quantise(const T* from, int8_t* to, float& scale, int32_t& offset) {
+  const F32x16 values[2] = {load(from), load(from + LANES)};
+  const F32x16 sizes = larger(larger(values[0], -values[0]), larger(values[1], -values[1]));
+  const float most = largest_of(sizes), factor = most > 0.0f ? 127.0f / most : 0.0f;
+  const F32x16 magic = splat(12582912.0f);  // rounds, and leaves the value in the lowest bits
+  I32x16 sum = {};
+  for (int half = 0; half < 2; ++half) {
+    const I32x16 whole = bits_of<I32x16>(fma(values[half], splat(factor), magic)) - bits_of<I32x16>(magic);
+    const I8x16 bytes = __builtin_convertvector(whole, I8x16);
+    std::memcpy(to + half * LANES, &bytes, sizeof bytes);
+    sum += whole;
   }
-  const float most = largest_of(largest), factor = most > 0.0f ? 127.0f / most : 0.0f;
-  const F32x16 magic = splat(12582912.0f + 128.0f);  // rounds, and leaves 128 + the value in the lowest bits
-  for (int64_t at = 0; at < count; at += LANES) {
-    const U32x16 bits = bits_of<U32x16>(fma(values(at), splat(factor), magic));
-    const U8x16 bytes = __builtin_convertvector(bits & 255u, U8x16);
-    std::memcpy(to + at, &bytes, std::min(LANES, count - at));
-  }
-  return most / 127.0f + sum_of(poison);
+  int32_t total = 0;
+  for (int64_t lane = 0; lane < LANES; ++lane) total += sum[lane];
+  offset = 128 * total;
+  scale = most / 127.0f + sum_of((values[0] + values[1]) * 0.0f);
 }
 
-// A thread team's rows in bytes.
+// A team's rows in bytes: [rows][inputs], [rows][groups].
 struct Bytes {
-  std::vector<uint8_t> values;
+  std::vector<int8_t> values;
   std::vector<float> scales;
+  std::vector<int32_t> offsets;
+
+  void resize(int64_t num_rows, int64_t num_inputs) {
+    values.resize(num_rows * num_inputs);
+    scales.resize(num_rows * num_inputs / GROUP);
+    offsets.resize(num_rows * num_inputs / GROUP);
+  }
 };
 
 // Rows [num_rows, stride] of T as a product with weights of W takes them.
@@ -169,13 +192,16 @@ template <typename W, typename T>
 inline Rows as_rows(Team& team, const T* from, int64_t stride, int64_t num_rows, const Linear& linear, Bytes& bytes) {
   if constexpr (!std::is_same_v<W, Int8>) {
     static_assert(std::is_same_v<W, T>);
-    return {reinterpret_cast<const uint32_t*>(from), nullptr, stride / PER_UNIT<T>};
+    return {reinterpret_cast<const uint32_t*>(from), stride / PER_UNIT<T>, nullptr, nullptr};
   } else {
-    const int64_t count = linear.num_inputs;
+    const int64_t count = linear.num_inputs, num_groups = count / GROUP;
     team.share(num_rows, [&](int64_t row) {
-      bytes.scales[row] = quantise(from + row * stride, count, &bytes.values[row * count]);
+      for (int64_t group = 0; group < num_groups; ++group)
+        quantise(from + row * stride + group * GROUP, &bytes.values[row * count + group * GROUP],
+                 bytes.scales[row * num_groups + group], bytes.offsets[row * num_groups + group]);
     });
-    return {reinterpret_cast<const uint32_t*>(bytes.values.data()), bytes.scales.data(), count / PER_UNIT<Int8>};
+    return {reinterpret_cast<const uint32_t*>(bytes.values.data()), count / PER_UNIT<Int8>, bytes.scales.data(),
+            bytes.offsets.data()};
   }
 }
 

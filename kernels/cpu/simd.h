@@ -18,13 +18,17 @@ typedef float F32x16 __attribute__((vector_size(64)));
 typedef uint32_t U32x16 __attribute__((vector_size(64)));
 typedef int32_t I32x16 __attribute__((vector_size(64)));
 typedef uint16_t U16x16 __attribute__((vector_size(32)));
-typedef uint8_t U8x16 __attribute__((vector_size(16)));
+typedef int8_t I8x16 __attribute__((vector_size(16)));
+typedef _Float16 F16x16 __attribute__((vector_size(32)));
 
 struct Bf16 {
   uint16_t bits;
 };
 struct Int8 {
   int8_t value;
+};
+struct Half {
+  uint16_t bits;
 };
 
 constexpr int64_t LANES = 16;
@@ -54,6 +58,8 @@ inline F32x16 load(const Bf16* from) {
   const U16x16 halves = load_bytes<U16x16>(from);
   return bits_of<F32x16>(__builtin_convertvector(halves, U32x16) << 16);
 }
+
+inline F32x16 load(const Half* from) { return __builtin_convertvector(load_bytes<F16x16>(from), F32x16); }
 
 inline void store(float* to, F32x16 value) { std::memcpy(to, &value, sizeof value); }
 // Rounds to nearest, ties to even; a NaN stays one.

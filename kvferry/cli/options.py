@@ -25,6 +25,10 @@ ModelOption = Annotated[
     str | None, typer.Option("--model", help="Name of a known model, or path of a folder or .gguf file.")
 ]
 DtypeOption = Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16.")]
+QuantizationOption = Annotated[
+    str | None,
+    typer.Option("--quantization", help="none, or int8 for the weights: quicker, other tokens."),
+]
 TargetOption = Annotated[
     list[str] | None,
     typer.Option(

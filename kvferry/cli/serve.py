@@ -16,6 +16,7 @@ from kvferry.cli.options import (
     DtypeOption,
     ModelOption,
     Overrides,
+    QuantizationOption,
     SetOption,
     configuration,
 )
@@ -109,11 +110,12 @@ def prefill(
     join: JoinOption = None,
     model: ModelOption = None,
     dtype: DtypeOption = None,
+    quantization: QuantizationOption = None,
     config: ConfigOption = None,
     settings: SetOption = None,
 ) -> None:
     """Runs a prefill worker: fills KV blocks and ships them."""
-    effective = configuration(config, settings, _model(model, dtype) | {"join": {"routers": join}})
+    effective = configuration(config, settings, _model(model, dtype, quantization) | {"join": {"routers": join}})
     _worker("prefill_svc", listen, _identity(worker_id, advertise), effective)
 
 
@@ -124,11 +126,12 @@ def decode(
     join: JoinOption = None,
     model: ModelOption = None,
     dtype: DtypeOption = None,
+    quantization: QuantizationOption = None,
     config: ConfigOption = None,
     settings: SetOption = None,
 ) -> None:
     """Runs a decode worker: takes KV blocks and streams tokens."""
-    effective = configuration(config, settings, _model(model, dtype) | {"join": {"routers": join}})
+    effective = configuration(config, settings, _model(model, dtype, quantization) | {"join": {"routers": join}})
     _worker("decode_svc", listen, _identity(worker_id, advertise), effective)
 
 
@@ -139,11 +142,12 @@ def show_config(
     show_keys: Annotated[bool, typer.Option("--show-keys", help="Write API keys, too; otherwise hidden.")] = False,
     model: ModelOption = None,
     dtype: DtypeOption = None,
+    quantization: QuantizationOption = None,
     config: ConfigOption = None,
     settings: SetOption = None,
 ) -> None:
     """Prints the effective configuration as TOML: flags over environment over file over defaults."""
-    effective = configuration(config, settings, _model(model, dtype))
+    effective = configuration(config, settings, _model(model, dtype, quantization))
     if output is not None and effective.has_keys and not show_keys:
         raise InvalidArgument(
             "--output", "the configuration holds API keys, which the file would lose; add --show-keys"
@@ -172,8 +176,8 @@ def _write_whole(file: Path, text: str, *, is_private: bool) -> None:
         raise InvalidArgument("--output", f"cannot write {file}: {error.strerror}") from error
 
 
-def _model(name: str | None, dtype: str | None) -> Overrides:
-    return {"model": {"name": name, "dtype": dtype}}
+def _model(name: str | None, dtype: str | None, quantization: str | None) -> Overrides:
+    return {"model": {"name": name, "dtype": dtype, "quantization": quantization}}
 
 
 def _identity(worker_id: str | None, advertise: str | None) -> list[str]:

@@ -10,7 +10,14 @@ import typer
 
 from kvferry.cli.console import Progress, note, write, write_json, write_table
 from kvferry.cli.generate import stream_answer
-from kvferry.cli.options import ConfigOption, DtypeOption, ModelOption, SetOption, configuration
+from kvferry.cli.options import (
+    ConfigOption,
+    DtypeOption,
+    ModelOption,
+    QuantizationOption,
+    SetOption,
+    configuration,
+)
 from kvferry.cli.serve import prepared
 from kvferry.client import AsyncClient, ChatMessage, Completion, GenerateOptions
 from kvferry.cluster import MODULES, Endpoints, LocalCluster
@@ -36,6 +43,7 @@ def up(
     decode: Annotated[int, typer.Option("--decode", min=1, help="Decode workers a model.")] = 1,
     model: ModelOption = None,
     dtype: DtypeOption = None,
+    quantization: QuantizationOption = None,
     grpc_listen: Annotated[str | None, typer.Option("--grpc-listen", metavar="HOST:PORT", help="gRPC address.")] = None,
     http_listen: Annotated[str | None, typer.Option("--http-listen", metavar="HOST:PORT", help="HTTP address.")] = None,
     ready_json: Annotated[
@@ -53,7 +61,7 @@ def up(
         config,
         [*_logging_settings(is_demo=demo or once), *(settings or ())],
         {
-            "model": {"name": model, "dtype": dtype},
+            "model": {"name": model, "dtype": dtype, "quantization": quantization},
             "router": {"grpc_listen": grpc_listen, "http_listen": http_listen},
         },
     )

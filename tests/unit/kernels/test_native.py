@@ -53,6 +53,40 @@ def test_linear_is_the_product_and_a_row_depends_on_itself_alone(
             assert torch.equal(team.linear(rows[-count:], linear), whole[-count:])
 
 
+def rounded(values: Tensor, scales_dtype: torch.dtype) -> Tensor:
+    """Every 32 values of a row in 255 steps of a scale of their own."""
+    groups = values.view(len(values), -1, 32)
+    scales = (groups.abs().amax(dim=2, keepdim=True) / 127).to(scales_dtype).float()
+    return ((groups / scales.clamp_min(2.0**-24)).round().clamp(-127, 127) * scales).view(values.shape)
+
+
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(32, 1), (64, 320), (576, 65)])
+def test_linear_in_int8_is_the_product_of_what_was_rounded(num_inputs: int, num_outputs: int) -> None:
+    weight = draw(num_outputs, num_inputs) * num_inputs**-0.5
+    weight[0, :32] = 0.0
+    rows = draw(50, num_inputs, seed=1)
+    rows[3] *= 1e4
+    rows[4] = 0.0
+    packed = pack(weight, torch.int8)
+    assert packed.scales is not None
+    linear = Linear(
+        packed=packed.values.data_ptr(),
+        scales=packed.scales.data_ptr(),
+        num_inputs=num_inputs,
+        num_outputs=num_outputs,
+    )
+    ours = kernels(2).linear(rows, linear)
+    right = rounded(rows, torch.float32).double() @ rounded(weight, torch.float16).double().T
+    torch.testing.assert_close(
+        ours.double(), right, rtol=2e-3, atol=2e-3
+    )  # a value between two steps may go either way
+    for count in (1, 5, 6, 7, 13, 49):
+        assert torch.equal(kernels().linear(rows[:count], linear), ours[:count])
+    for bad in (float("nan"), float("inf")):
+        rows[1, num_inputs - 1] = bad
+        assert not torch.isfinite(kernels().linear(rows, linear)[1]).any()
+
+
 def test_gates_and_their_partners_share_a_tile() -> None:
     gate, up = torch.full((20, 4), 1.0), torch.full((20, 4), 2.0)
     packed = pack_gate_up(gate, up, torch.float32).values  # [2 tiles, 4 units, 32]
@@ -120,10 +154,15 @@ def test_lean_decoder_is_transformers_in_float32(folders: dict[str, Path], archi
 
 
 @pytest.mark.parametrize("architecture", LEAN)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_bits_of_a_row_depend_on_nothing_beside_it(folders: dict[str, Path], architecture: str, dtype: str) -> None:
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+def test_the_bits_of_a_row_depend_on_nothing_beside_it(
+    folders: dict[str, Path], architecture: str, precision: str
+) -> None:
     """Alone or beside others, in chunks of any size, on any blocks, with any number of threads."""
-    loaded = load_model(folders[architecture], dtype=dtype, block_size=16, kernels=kernels(1))
+    dtype, quantization = ("bfloat16", "int8") if precision == "int8" else (precision, "none")
+    loaded = load_model(
+        folders[architecture], dtype=dtype, block_size=16, kernels=kernels(1), quantization=quantization
+    )
     right = logits(loaded, PROMPTS, chunk=1000)
     for num_threads, block_size, chunk, together in (
         (1, 16, 1, True),
@@ -131,7 +170,13 @@ def test_the_bits_of_a_row_depend_on_nothing_beside_it(folders: dict[str, Path],
         (3, 8, 7, True),
         (1, 32, 33, False),
     ):
-        other = load_model(folders[architecture], dtype=dtype, block_size=block_size, kernels=kernels(num_threads))
+        other = load_model(
+            folders[architecture],
+            dtype=dtype,
+            block_size=block_size,
+            kernels=kernels(num_threads),
+            quantization=quantization,
+        )
         ours = logits(other, PROMPTS, chunk=chunk, block_size=block_size, together=together)
         assert all(torch.equal(a, b) for a, b in zip(ours, right, strict=True))
 
@@ -142,6 +187,22 @@ def test_bfloat16_is_as_near_to_float32_as_plain_torch(folders: dict[str, Path])
     plain = load_model(folders["llama"], dtype="bfloat16", block_size=16)
     ours, theirs = (torch.cat(logits(loaded, PROMPTS, chunk=100)) for loaded in (lean, plain))
     assert (ours - exact).norm() < (theirs - exact).norm()
+
+
+def test_rounded_weights_are_another_model_and_near_the_exact_one(folders: dict[str, Path]) -> None:
+    exact = load_model(folders["llama"], dtype="float32", block_size=16, kernels=kernels())
+    int8 = load_model(folders["llama"], dtype="float32", block_size=16, kernels=kernels(), quantization="int8")
+    assert int8.layout.model_fingerprint != exact.layout.model_fingerprint
+    ours, theirs = (torch.cat(logits(loaded, PROMPTS, chunk=100)) for loaded in (int8, exact))
+    assert 0.0 < (ours - theirs).norm() / theirs.norm() < 0.2  # these weights amplify every difference
+
+
+def test_what_cannot_be_rounded_is_refused(folders: dict[str, Path]) -> None:
+    for name, team in (("gemma2", kernels()), ("llama", None)):
+        with pytest.raises(FailedPrecondition, match="quantization int8 needs"):
+            load_model(folders[name], dtype="float32", block_size=16, kernels=team, quantization="int8")
+    with pytest.raises(ValueError, match="groups of 32"):
+        pack(torch.zeros(4, 40), torch.int8)
 
 
 def test_other_models_run_their_attention_natively(folders: dict[str, Path]) -> None:
