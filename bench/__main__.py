@@ -16,6 +16,7 @@ from bench import engine, handoff, moves, paper, receive, transfer
 from bench.environment import describe
 from bench.events import run_events
 from bench.memory import run_memory
+from bench.quality import run_quality
 from bench.sampling import run_sampling
 from bench.serve import run_serve
 
@@ -28,6 +29,7 @@ BENCHES = {
     "memory": run_memory,
     "events": run_events,
     "sampling": run_sampling,
+    "quality": run_quality,
 }
 WITH_OPTIONS = {
     "transfer": transfer.main,
