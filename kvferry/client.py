@@ -16,20 +16,41 @@ tenants, `AsyncClient(target, api_key=…)` says whose calls these are. With sev
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 from opentelemetry.trace import Tracer
 
+from kvferry.client_completion import Choice, Completion
+from kvferry.client_options import (
+    ChatMessage,
+    GenerateOptions,
+    PinOptions,
+    Prompt,
+    Tool,
+    ToolCall,
+    set_field,
+    set_list,
+    set_prompt,
+)
 from kvferry.client_resume import ResumingStream
 from kvferry.client_routers import Router, Routers
-from kvferry.errors import DataLoss, DeadlineExceeded, InvalidArgument, Unavailable
-from kvferry.sampling import Finish
-from kvferry.wire import finish_from_pb
+from kvferry.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from kvferry.worker import check_progress_timeout
 from proto.kvferry.v1 import admin_pb2, cache_pb2, inference_pb2, types_pb2
+
+__all__ = [
+    "AsyncClient",
+    "ChatMessage",
+    "Choice",
+    "Completion",
+    "GenerateOptions",
+    "PinOptions",
+    "Prompt",
+    "Tool",
+    "ToolCall",
+]
 
 CONTROL_TIMEOUT_S = 10.0
 """For calls that only ask."""
@@ -41,341 +62,6 @@ RESUME_WAIT_S = 30.0
 """A router's restart, its workers' connections included."""
 PROGRESS_TIMEOUT_S = 10.0
 """Where another router can go on: as long as workers' silence is borne by default."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call of a function that the assistant asked for in a message; `arguments` is an object in JSON."""
-
-    name: str
-    arguments: str
-    id: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """A function that the model is told of; `parameters` is a JSON schema."""
-
-    name: str
-    description: str | None = None
-    parameters: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One message of a conversation.
-
-    Attributes:
-        tool_calls: what the assistant asked for in it.
-        tool_call_id: the call that it answers.
-        name: of the function that answers, or of the speaker.
-    """
-
-    role: str
-    content: str
-    tool_calls: Sequence[ToolCall] = ()
-    tool_call_id: str = ""
-    name: str = ""
-
-    def to_pb(self) -> inference_pb2.ChatMessage:
-        """The message; raises ValueError or TypeError for a value its field cannot hold."""
-        calls = [inference_pb2.ToolCall(id=c.id, name=c.name, arguments=c.arguments) for c in self.tool_calls]
-        return inference_pb2.ChatMessage(
-            role=self.role, content=self.content, tool_calls=calls, tool_call_id=self.tool_call_id, name=self.name
-        )
-
-
-Prompt = str | Sequence[int] | Sequence[ChatMessage]
-"""Text, token ids, or a conversation."""
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateOptions:
-    """One request. None leaves a value to the server's default, which `Started` echoes.
-
-    Attributes:
-        tools: functions that a conversation's model is told of; its calls are text of the output.
-        structural_tag: JSON, as `GenerateRequest.structural_tag`.
-        kept_special_token_ids: special tokens that stay in the text, though others are left out.
-    """
-
-    prompt: Prompt
-    tools: Sequence[Tool] = ()
-    model: str = ""
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: Sequence[int] = ()
-    bad_words: Sequence[str] = ()
-    json_schema: str | None = None
-    json_object: bool | None = None
-    regex: str | None = None
-    choice: Sequence[str] = ()
-    grammar: str | None = None
-    structural_tag: str | None = None
-    n: int | None = None
-    best_of: int | None = None
-    beam_width: int | None = None
-    length_penalty: float | None = None
-    early_stopping: bool | None = None
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    time_limit_s: float | None = None
-    logprobs: int | None = None
-    logprob_token_ids: Sequence[int] = ()
-    prompt_logprobs: int | None = None
-    echo: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    skip_special_tokens: bool | None = None
-    kept_special_token_ids: Sequence[int] = ()
-    tier: str = ""
-    tenant: str = ""
-    adapter: str = ""
-    bypass_prefix_cache: bool | None = None
-    cache_salt: str = ""
-    shared_salt: str = ""
-    request_id: str = ""
-    session_id: str = ""
-
-    def to_pb(self) -> inference_pb2.GenerateRequest:
-        """The message; raises InvalidArgument for a value its field cannot hold."""
-        request = inference_pb2.GenerateRequest()
-        for name in _LABEL_FIELDS:
-            _set(request, name, getattr(self, name))
-        _set_prompt(request, self.prompt)
-        _set_tools(request, self.tools)
-        _set(request, "truncate_prompt_tokens", self.truncate_prompt_tokens)
-        for name in _SAMPLING_FIELDS:
-            _set(request.sampling, f"sampling.{name}", getattr(self, name))
-        _update(request.sampling.logit_bias, "sampling.logit_bias", self.logit_bias)
-        _extend(request.sampling.allowed_token_ids, "sampling.allowed_token_ids", self.allowed_token_ids)
-        _extend(request.sampling.bad_words, "sampling.bad_words", self.bad_words)
-        _set_constraint(request, self)
-        _set_beam_search(request, self)
-        for name in _STOPPING_FIELDS:
-            _set(request.stopping, f"stopping.{name}", getattr(self, name))
-        for name in _RESPONSE_FIELDS:
-            _set(request.response, f"response.{name}", getattr(self, name))
-        _extend(request.response.logprob_token_ids, "response.logprob_token_ids", self.logprob_token_ids)
-        kept = request.response.kept_special_token_ids
-        _extend(kept, "response.kept_special_token_ids", self.kept_special_token_ids)
-        for name in _CACHE_FIELDS:
-            _set(request.cache, f"cache.{name}", getattr(self, name) or None)
-        _extend(request.stopping.stop, "stopping.stop", self.stop)
-        _extend(request.stopping.stop_token_ids, "stopping.stop_token_ids", self.stop_token_ids)
-        return request
-
-
-_LABEL_FIELDS = ("model", "tier", "tenant", "adapter", "request_id", "session_id")
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "n",
-    "best_of",
-)
-_CONSTRAINT_FIELDS = ("json_schema", "json_object", "regex", "grammar", "structural_tag")
-_STOPPING_FIELDS = ("max_tokens", "min_tokens", "include_stop_str_in_output", "ignore_eos", "time_limit_s")
-_RESPONSE_FIELDS = ("logprobs", "prompt_logprobs", "echo", "skip_special_tokens")
-_CACHE_FIELDS = ("bypass_prefix_cache", "cache_salt", "shared_salt")
-
-
-@dataclass(frozen=True, slots=True)
-class PinOptions:
-    """A prefix to pin, as a request would begin; `tenant` is for administrators, who may act for others.
-
-    A conversation is pinned up to the end of its last message, without the beginning of an answer; `tools` are those
-    that its requests have.
-    """
-
-    name: str
-    prompt: Prompt
-    model: str = ""
-    adapter: str = ""
-    cache_salt: str = ""
-    shared_salt: str = ""
-    tenant: str = ""
-    tools: Sequence[Tool] = ()
-
-    def to_pb(self) -> cache_pb2.PinPrefixRequest:
-        """The message; raises InvalidArgument for a value its field cannot hold."""
-        request = cache_pb2.PinPrefixRequest()
-        for name in ("name", "model", "adapter", "tenant"):
-            _set(request, name, getattr(self, name))
-        _set_prompt(request, self.prompt)
-        _set_tools(request, self.tools)
-        if request.HasField("chat"):
-            request.chat.add_generation_prompt = False
-        for name in ("cache_salt", "shared_salt"):
-            _set(request.cache, f"cache.{name}", getattr(self, name) or None)
-        return request
-
-
-def _set_prompt(
-    request: inference_pb2.GenerateRequest | cache_pb2.PinPrefixRequest | inference_pb2.TokenizeRequest, prompt: Prompt
-) -> None:
-    if isinstance(prompt, str):
-        _set(request, "prompt.text", prompt)
-    elif prompt and isinstance(prompt[0], ChatMessage):
-        # made while `_extend` watches: text that is not UTF-8 is found here
-        messages = (message.to_pb() for message in prompt if isinstance(message, ChatMessage))
-        _extend(request.chat.messages, "prompt.chat", messages)
-    elif isinstance(request, inference_pb2.TokenizeRequest):
-        raise InvalidArgument("prompt", "must be text or a conversation that is not empty")
-    else:
-        request.token_ids.SetInParent()
-        _extend(request.token_ids.ids, "prompt.token_ids", prompt)
-
-
-def _set_tools(request: inference_pb2.GenerateRequest | cache_pb2.PinPrefixRequest, tools: Sequence[Tool]) -> None:
-    """The server cannot refuse what is not on its way: tools of a prompt that is no conversation."""
-    if tools and not request.HasField("chat"):
-        raise InvalidArgument("tools", "is only for a conversation")
-    messages = (inference_pb2.Tool(name=t.name, description=t.description, parameters=t.parameters) for t in tools)
-    if tools:
-        _extend(request.chat.tools, "prompt.chat.tools", messages)
-
-
-def _set_constraint(request: inference_pb2.GenerateRequest, options: GenerateOptions) -> None:
-    """At most one: the last would silently win."""
-    named = [name for name in (*_CONSTRAINT_FIELDS, "choice") if getattr(options, name) not in (None, ())]
-    if len(named) > 1:
-        raise InvalidArgument(named[1], f"cannot be combined with {named[0]}")
-    for name in _CONSTRAINT_FIELDS:
-        _set(request, name, getattr(options, name))
-    if options.choice:
-        _extend(request.choice.choices, "choice", options.choice)
-
-
-def _set_beam_search(request: inference_pb2.GenerateRequest, options: GenerateOptions) -> None:
-    """A width makes it a beam search; the server refuses the other two without one."""
-    for name, value in (
-        ("width", options.beam_width),
-        ("length_penalty", options.length_penalty),
-        ("early_stopping", options.early_stopping),
-    ):
-        if value is not None:
-            _set(request.beam_search, f"beam_search.{name}", value)
-
-
-def _set(message: Any, path: str, value: object) -> None:
-    """Sets the last part of `path`, which is the field's name in errors, as the server's are."""
-    if value is None:
-        return
-    try:
-        setattr(message, path.rpartition(".")[2], value)
-    except (ValueError, TypeError, UnicodeError) as error:
-        raise InvalidArgument(path, f"cannot be {value!r:.80}: {error}") from error
-
-
-def _extend(target: Any, path: str, values: Iterable[object]) -> None:
-    try:
-        target.extend(values)
-    except (ValueError, TypeError, UnicodeError) as error:
-        raise InvalidArgument(path, f"holds a value it cannot: {error}") from error
-
-
-def _update(target: Any, path: str, values: Mapping[int, float]) -> None:
-    try:
-        target.update(values)
-    except (ValueError, TypeError, UnicodeError) as error:
-        raise InvalidArgument(path, f"holds a value it cannot: {error}") from error
-
-
-@dataclass(slots=True)
-class Choice:
-    """One output, complete once `finish` is set; `logprobs` has one entry a token where they were asked for."""
-
-    index: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[types_pb2.TokenLogprob] = field(default_factory=list)
-    text: str = ""
-    finish: Finish | None = None
-    cumulative_logprob: float | None = None
-
-
-@dataclass(slots=True)
-class Completion:
-    """A whole response, gathered from its events.
-
-    Attributes:
-        prompt_logprobs: of every token of the prompt but the first, where they were asked for.
-    """
-
-    started: inference_pb2.Started = field(default_factory=inference_pb2.Started)
-    prompt_logprobs: list[types_pb2.TokenLogprob] = field(default_factory=list)
-    choices: list[Choice] = field(default_factory=list)
-    usage: inference_pb2.Usage = field(default_factory=inference_pb2.Usage)
-    timings: inference_pb2.Timings = field(default_factory=inference_pb2.Timings)
-    is_complete: bool = False
-
-    @property
-    def text(self) -> str:
-        """That of the first choice."""
-        return self.choices[0].text if self.choices else ""
-
-    def add(self, event: inference_pb2.GenerateResponse) -> None:
-        """Takes the next event; raises DataLoss when tokens are missing, doubled or out of order."""
-        match event.WhichOneof("event"):
-            case "started":
-                self.started = event.started
-            case "prompt_logprobs":
-                self._add_prompt_logprobs(event.prompt_logprobs)
-            case "delta":
-                self._add_delta(event.delta)
-            case "finish":
-                choice = self._choice(event.finish.index)
-                choice.finish = finish_from_pb(event.finish.finish)
-                if event.finish.HasField("cumulative_logprob"):
-                    choice.cumulative_logprob = event.finish.cumulative_logprob
-                self._check_count(choice, event.finish.num_output_tokens)
-            case "completed":
-                self.usage, self.timings = event.completed.usage, event.completed.timings
-                self.is_complete = True
-
-    def check_complete(self) -> None:
-        """Raises DataLoss when the stream ended before its last event."""
-        if not self.is_complete:
-            raise DataLoss("the stream ended without its last message")
-
-    def _add_prompt_logprobs(self, message: types_pb2.PromptLogprobs) -> None:
-        if message.token_index != len(self.prompt_logprobs) + 1:
-            raise DataLoss(
-                f"the log-probability of prompt token {message.token_index} came after {len(self.prompt_logprobs)}"
-            )
-        self.prompt_logprobs.extend(message.logprobs)
-
-    def _add_delta(self, delta: inference_pb2.ChoiceDelta) -> None:
-        choice = self._choice(delta.index)
-        if delta.token_ids and delta.token_index != len(choice.token_ids):
-            raise DataLoss(f"choice {delta.index}: token {delta.token_index} came after {len(choice.token_ids)} tokens")
-        choice.token_ids.extend(delta.token_ids)
-        choice.logprobs.extend(delta.logprobs)
-        choice.text += delta.text
-
-    def _check_count(self, choice: Choice, num_output_tokens: int) -> None:
-        if choice.token_ids and len(choice.token_ids) != num_output_tokens:
-            raise DataLoss(f"choice {choice.index}: {len(choice.token_ids)} tokens came, {num_output_tokens} were made")
-
-    def _choice(self, index: int) -> Choice:
-        while len(self.choices) <= index:
-            self.choices.append(Choice(len(self.choices)))
-        return self.choices[index]
 
 
 class AsyncClient:
@@ -476,8 +162,8 @@ class AsyncClient:
     ) -> Sequence[int]:
         """The token ids that a request's prompt becomes."""
         request = inference_pb2.TokenizeRequest(add_special_tokens=add_special_tokens)
-        _set(request, "model", model)
-        _set_prompt(request, prompt)
+        set_field(request, "model", model)
+        set_prompt(request, prompt)
         response = await self._routers.ask(
             lambda router: router.channel.unary(router.stub.Tokenize, request, timeout_s=TOKENIZE_TIMEOUT_S)
         )
@@ -486,8 +172,8 @@ class AsyncClient:
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = False) -> str:
         """The text of token ids, at most as many as the context has."""
         request = inference_pb2.DetokenizeRequest(skip_special_tokens=skip_special_tokens)
-        _set(request, "model", model)
-        _extend(request.token_ids, "token_ids", token_ids)
+        set_field(request, "model", model)
+        set_list(request.token_ids, "token_ids", token_ids)
         response = await self._routers.ask(
             lambda router: router.channel.unary(router.stub.Detokenize, request, timeout_s=TOKENIZE_TIMEOUT_S)
         )
@@ -501,7 +187,7 @@ class AsyncClient:
         """
         between = {name for name in request_ids for stream in self._streams if stream.abort_between_routers(name)}
         request = inference_pb2.AbortRequest()
-        _extend(request.request_ids, "request_ids", request_ids)
+        set_list(request.request_ids, "request_ids", request_ids)
         answers = await asyncio.gather(
             *(
                 router.channel.unary(router.stub.Abort, request, timeout_s=CONTROL_TIMEOUT_S)
@@ -526,7 +212,7 @@ class AsyncClient:
 
     async def _capabilities(self, model: str) -> inference_pb2.GetCapabilitiesResponse:
         request = inference_pb2.GetCapabilitiesRequest()
-        _set(request, "model", model)
+        set_field(request, "model", model)
         return await self._routers.ask(
             lambda router: router.channel.unary(router.stub.GetCapabilities, request, timeout_s=CONTROL_TIMEOUT_S)
         )
