@@ -16,7 +16,7 @@ namespace kvferry {
 
 constexpr int64_t TOKENS = 32;   // of a tile
 constexpr int64_t QUERIES = 16;  // positions of one task: each of their heads shares the loaded keys
-constexpr int MOST_MIXED = 4;    // rows whose values are mixed together, 4 vectors each
+constexpr int MOST_AT_ONCE = 6;  // rows that share what is loaded: 6 rows · 4 vectors are 24 sums
 
 struct Cache {
   void* data;  // [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
@@ -61,14 +61,16 @@ inline std::vector<AttentionTask> attention_tasks(const Sequences& of, int64_t n
 // A thread's memory for one task.
 template <typename T>
 struct AttentionScratch {
-  std::vector<T> queries, keys, values;             // rows of padded(head_dim)
-  std::vector<float> weights, mixed, largest, sum;  // [rows][TOKENS], [rows][padded(head_dim)], [rows], [rows]
+  std::vector<T> queries, padded_row;         // [rows][padded(head_dim)], one row
+  std::vector<uint32_t> keys;                 // of a tile, turned: [units][TOKENS]
+  std::vector<float> values;                  // of a tile: [TOKENS][padded(head_dim)]
+  std::vector<float> mixed, largest, sum;     // [rows][padded(head_dim)], [rows], [rows]
 
   void resize(int64_t num_rows, int64_t width) {
     queries.assign(num_rows * width, T{});
-    keys.resize(TOKENS * width);
+    padded_row.assign(width, T{});
+    keys.resize(TOKENS * width / PER_UNIT<T>);
     values.resize(TOKENS * width);
-    weights.resize(num_rows * TOKENS);
     mixed.assign(num_rows * width, 0.0f);
     largest.assign(num_rows, NO_SCORE);
     sum.assign(num_rows, 0.0f);
@@ -85,7 +87,7 @@ class AttentionTile {
         table_(of.block_tables + task.sequence * of.max_blocks) {
     const int64_t num_queries = of.first_rows[task.sequence + 1] - of.first_rows[task.sequence];
     first_position_ = of.context_lengths[task.sequence] - num_queries + task.first_query;
-    first_visible_ = settings.window > 0 ? std::max<int64_t>(0, first_position_ - settings.window + 1) : 0;
+    first_visible_ = first_seen(first_position_);
     scratch_.resize(num_rows_, width_);
   }
 
@@ -96,110 +98,155 @@ class AttentionTile {
                   cache_.head_dim, &scratch_.queries[row * width_]);
     const int64_t last_position = first_position_ + task_.num_queries - 1;
     for (int64_t start = first_visible_ / TOKENS * TOKENS; start <= last_position; start += TOKENS) {
-      find_tokens(start, last_position);
-      for (int64_t row = 0; row < num_rows_; ++row) score(row, start);
-      mix();
+      load_tile(start, last_position);
+      int64_t rows[MOST_AT_ONCE];
+      int count = 0;
+      for (int64_t row = 0; row < num_rows_; ++row) {
+        if (start <= position(row) && start + TOKENS > first_seen(position(row))) rows[count++] = row;
+        if (count == MOST_AT_ONCE || (row == num_rows_ - 1 && count > 0)) {
+          step_up_to<MOST_AT_ONCE>(rows, count, start);
+          count = 0;
+        }
+      }
     }
     for (int64_t row = 0; row < num_rows_; ++row) write(row, output, output_stride);
   }
 
  private:
   int64_t position(int64_t row) const { return first_position_ + row / group_; }
+  int64_t first_seen(int64_t position) const {
+    return settings_.window > 0 ? std::max<int64_t>(0, position - settings_.window + 1) : 0;
+  }
 
-  // Where the tile's keys and values are. Tokens that no row sees stand for another that one does.
-  void find_tokens(int64_t start, int64_t last_position) {
-    const T* data = static_cast<const T*>(cache_.data);
+  // The tile's keys, turned so that a vector has 16 tokens, and its values as floats. Tokens that no row sees stand for
+  // another that one does.
+  void load_tile(int64_t start, int64_t last_position) {
+    const T *keys[TOKENS], *values[TOKENS];
+    find_tokens(start, last_position, keys, values);
+    const int64_t num_units = width_ / PER_UNIT<T>;
+    for (int64_t first = 0; first < TOKENS; first += LANES)
+      for (int64_t unit = 0; unit < num_units; unit += LANES) {
+        U32x16 square[LANES];
+        for (int64_t i = 0; i < LANES; ++i) square[i] = load_bytes<U32x16>(whole_row(keys[first + i], unit) + unit * PER_UNIT<T>);
+        transpose(square);
+        for (int64_t i = 0; i < LANES; ++i) std::memcpy(&scratch_.keys[(unit + i) * TOKENS + first], &square[i], VECTOR_BYTES);
+      }
     for (int64_t i = 0; i < TOKENS; ++i) {
-      const int64_t token = std::clamp(start + i, first_visible_, last_position);
-      const int64_t block = table_[token / cache_.block_size], place = token % cache_.block_size * cache_.head_dim;
-      keys_[i] = data + cache_.offset(block, settings_.layer, 0, task_.kv_head) + place;
-      values_[i] = data + cache_.offset(block, settings_.layer, 1, task_.kv_head) + place;
-      if (cache_.head_dim != width_) {  // the vectors' width: elsewhere there would be a neighbour's
-        keys_[i] = copied(keys_[i], &scratch_.keys[i * width_]);
-        values_[i] = copied(values_[i], &scratch_.values[i * width_]);
+      const T* from = whole_row(values[i], width_ / PER_UNIT<T> - LANES);
+      for (int64_t at = 0; at < width_; at += LANES) store(&scratch_.values[i * width_ + at], load(from + at));
+    }
+  }
+
+  // Where they are; the next tile's are asked for, so that they are near when it comes.
+  void find_tokens(int64_t start, int64_t last_position, const T** keys, const T** values) const {
+    const T* data = static_cast<const T*>(cache_.data);
+    int64_t token = std::clamp(start, first_visible_, last_position);
+    int64_t column = token / cache_.block_size, place = token % cache_.block_size;
+    const T *block_keys = nullptr, *block_values = nullptr;
+    const auto enter_block = [&] {
+      block_keys = data + cache_.offset(table_[column], settings_.layer, 0, task_.kv_head);
+      block_values = data + cache_.offset(table_[column], settings_.layer, 1, task_.kv_head);
+    };
+    enter_block();
+    const int64_t ahead = TOKENS * cache_.head_dim;  // within a block; others are found by what loads them
+    for (int64_t i = 0; i < TOKENS; ++i) {
+      keys[i] = block_keys + place * cache_.head_dim;
+      values[i] = block_values + place * cache_.head_dim;
+      __builtin_prefetch(keys[i] + ahead);
+      __builtin_prefetch(values[i] + ahead);
+      if (start + i + 1 <= token || token == last_position) continue;
+      ++token;
+      if (++place == cache_.block_size) {
+        place = 0;
+        ++column;
+        enter_block();
       }
     }
   }
 
-  const T* copied(const T* from, T* to) const {
-    std::fill_n(std::copy_n(from, cache_.head_dim, to), width_ - cache_.head_dim, T{});
-    return to;
+  // The row, or a copy with zeros behind it where 16 units from `unit` on would reach beyond it.
+  const T* whole_row(const T* row, int64_t unit) {
+    if ((unit + LANES) * PER_UNIT<T> <= cache_.head_dim) return row;
+    std::copy_n(row, cache_.head_dim, scratch_.padded_row.data());
+    return scratch_.padded_row.data();
   }
 
-  // Scores of a row, the weights that follow from them, and the row's factor for what was mixed before.
-  void score(int64_t row, int64_t start) {
-    const int64_t last = position(row);
-    const int64_t first = settings_.window > 0 ? std::max<int64_t>(0, last - settings_.window + 1) : 0;
-    is_skipped_[row] = start > last || start + TOKENS <= first;
-    if (is_skipped_[row]) return;
+  template <int ROWS>
+  void step_up_to(const int64_t* rows, int count, int64_t start) {
+    if (count == ROWS) return step<ROWS>(rows, start);
+    if constexpr (ROWS > 1) step_up_to<ROWS - 1>(rows, count, start);
+  }
+
+  // One tile more for these rows.
+  template <int ROWS>
+  void step(const int64_t* rows, int64_t start) {
+    F32x16 scores[ROWS][2];
+    score<ROWS>(rows, scores);
+    float weights[ROWS][TOKENS], factors[ROWS];
+    for (int i = 0; i < ROWS; ++i) factors[i] = weigh(rows[i], start, scores[i], weights[i]);
+    int64_t at = 0;
+    for (; at + 4 * LANES <= width_; at += 4 * LANES) mix<ROWS, 4>(rows, weights, factors, at);
+    for (; at < width_; at += LANES) mix<ROWS, 1>(rows, weights, factors, at);
+  }
+
+  template <int ROWS>
+  void score(const int64_t* rows, F32x16 (&scores)[ROWS][2]) const {
+    const uint32_t* queries[ROWS];
+    for (int i = 0; i < ROWS; ++i) queries[i] = reinterpret_cast<const uint32_t*>(&scratch_.queries[rows[i] * width_]);
+    F32x16 sums[ROWS][2] = {};
+    for (int64_t unit = 0; unit < width_ / PER_UNIT<T>; ++unit) {
+      const U32x16 first = load_bytes<U32x16>(&scratch_.keys[unit * TOKENS]);
+      const U32x16 second = load_bytes<U32x16>(&scratch_.keys[unit * TOKENS + LANES]);
+#pragma GCC unroll 6
+      for (int i = 0; i < ROWS; ++i) {
+        const U32x16 one = splat_bits(load_bytes<uint32_t>(queries[i] + unit));
+        sums[i][0] = dot_units<T>(sums[i][0], one, first);
+        sums[i][1] = dot_units<T>(sums[i][1], one, second);
+      }
+    }
+    for (int i = 0; i < ROWS; ++i)
+      for (int half = 0; half < 2; ++half) scores[i][half] = capped(sums[i][half] * settings_.scaling);
+  }
+
+  F32x16 capped(F32x16 scores) const {
+    if (settings_.softcap == 0.0f) return scores;
+    const F32x16 power = exp_of(larger(scores * (-2.0f / settings_.softcap), splat(-80.0f)));
+    return (1.0f - power) / (1.0f + power) * settings_.softcap;  // tanh
+  }
+
+  // Weights that follow from a row's scores; returns the factor for what was mixed before.
+  float weigh(int64_t row, int64_t start, F32x16 (&scores)[2], float* weights) {
+    const int64_t last = position(row), first = first_seen(last);
     const F32x16 places = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    F32x16 scores[2];
+    const F32x16 is_outside = splat(NO_SCORE);
     for (int half = 0; half < 2; ++half) {
-      scores[half] = scores_of(&scratch_.queries[row * width_], keys_ + half * LANES);
       const F32x16 token = places + float(half * LANES);
-      const F32x16 is_outside = splat(NO_SCORE);
       scores[half] = token > float(last - start) ? is_outside : scores[half];
       scores[half] = token < float(first - start) ? is_outside : scores[half];
     }
     const float largest = std::max(scratch_.largest[row], largest_of(larger(scores[0], scores[1])));
-    const F32x16 weights[2] = {exp_of(scores[0] - largest), exp_of(scores[1] - largest)};
-    factors_[row] = exp_of(splat(scratch_.largest[row] - largest))[0];
+    const F32x16 powers[2] = {exp_of(scores[0] - largest), exp_of(scores[1] - largest)};
+    const float factor = exp_of(splat(scratch_.largest[row] - largest))[0];
     scratch_.largest[row] = largest;
-    scratch_.sum[row] = __builtin_fmaf(scratch_.sum[row], factors_[row], sum_of(weights[0] + weights[1]));
-    store(&scratch_.weights[row * TOKENS], weights[0]);
-    store(&scratch_.weights[row * TOKENS + LANES], weights[1]);
-  }
-
-  F32x16 scores_of(const T* query, const T* const* keys) const {
-    F32x16 sums[LANES];
-    for (int64_t token = 0; token < LANES; ++token) {
-      F32x16 sum = {};
-      for (int64_t at = 0; at < width_; at += LANES * PER_UNIT<T>)
-        sum = dot_units<T>(sum, load_bytes<U32x16>(query + at), load_bytes<U32x16>(keys[token] + at));
-      sums[token] = sum;
-    }
-    const F32x16 scores = sums_of(sums) * settings_.scaling;
-    if (settings_.softcap == 0.0f) return scores;
-    const F32x16 power = exp_of(larger(scores * (-2.0f / settings_.softcap), splat(-80.0f)) );
-    return (1.0f - power) / (1.0f + power) * settings_.softcap;  // tanh
-  }
-
-  void mix() {
-    int64_t rows[MOST_MIXED];
-    int count = 0;
-    for (int64_t row = 0; row < num_rows_; ++row) {
-      if (!is_skipped_[row]) rows[count++] = row;
-      if (count == MOST_MIXED || (row == num_rows_ - 1 && count > 0)) {
-        mix_up_to<MOST_MIXED>(rows, count);
-        count = 0;
-      }
-    }
-  }
-
-  template <int ROWS>
-  void mix_up_to(const int64_t* rows, int count) {
-    if (count == ROWS) {
-      int64_t at = 0;
-      for (; at + 4 * LANES <= width_; at += 4 * LANES) mix_rows<ROWS, 4>(rows, at);
-      for (; at < width_; at += LANES) mix_rows<ROWS, 1>(rows, at);
-      return;
-    }
-    if constexpr (ROWS > 1) mix_up_to<ROWS - 1>(rows, count);
+    scratch_.sum[row] = __builtin_fmaf(scratch_.sum[row], factor, sum_of(powers[0] + powers[1]));
+    store(weights, powers[0]);
+    store(weights + LANES, powers[1]);
+    return factor;
   }
 
   template <int ROWS, int VECTORS>
-  void mix_rows(const int64_t* rows, int64_t at) {
+  void mix(const int64_t* rows, const float (&weights)[ROWS][TOKENS], const float (&factors)[ROWS], int64_t at) {
     F32x16 sums[ROWS][VECTORS];
     for (int i = 0; i < ROWS; ++i)
       for (int v = 0; v < VECTORS; ++v)
-        sums[i][v] = load(&scratch_.mixed[rows[i] * width_ + at + v * LANES]) * factors_[rows[i]];
-    for (int64_t token = 0; token < TOKENS; ++token)
-      for (int v = 0; v < VECTORS; ++v) {
-        const F32x16 value = load(values_[token] + at + v * LANES);
-#pragma GCC unroll 4
-        for (int i = 0; i < ROWS; ++i)
-          sums[i][v] = fma(splat(scratch_.weights[rows[i] * TOKENS + token]), value, sums[i][v]);
-      }
+        sums[i][v] = load(&scratch_.mixed[rows[i] * width_ + at + v * LANES]) * factors[i];
+    for (int64_t token = 0; token < TOKENS; ++token) {
+      F32x16 values[VECTORS];
+      for (int v = 0; v < VECTORS; ++v) values[v] = load(&scratch_.values[token * width_ + at + v * LANES]);
+#pragma GCC unroll 6
+      for (int i = 0; i < ROWS; ++i)
+        for (int v = 0; v < VECTORS; ++v) sums[i][v] = fma(splat(weights[i][token]), values[v], sums[i][v]);
+    }
     for (int i = 0; i < ROWS; ++i)
       for (int v = 0; v < VECTORS; ++v) store(&scratch_.mixed[rows[i] * width_ + at + v * LANES], sums[i][v]);
   }
@@ -221,10 +268,6 @@ class AttentionTile {
   const AttentionTask task_;
   const int64_t* table_;
   int64_t first_position_, first_visible_;
-  const T* keys_[TOKENS];
-  const T* values_[TOKENS];
-  std::vector<char> is_skipped_ = std::vector<char>(num_rows_);
-  std::vector<float> factors_ = std::vector<float>(num_rows_);
 };
 
 // `query`, `output`: [tokens, stride]. Of all threads together.

@@ -121,41 +121,60 @@ inline F32x16 dot_units<Bf16>(F32x16 sum, U32x16 a, U32x16 b) {
 }
 
 inline float sum_of(F32x16 v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
   for (int width = 8; width > 0; width /= 2)
     for (int lane = 0; lane < width; ++lane) v[lane] += v[lane + width];
   return v[0];
-}
-
-inline float largest_of(F32x16 v) {
-  float largest = v[0];
-  for (int lane = 1; lane < LANES; ++lane) largest = v[lane] > largest ? v[lane] : largest;
-  return largest;
-}
-
-template <int WIDTH>
-inline F32x16 add_neighbours(F32x16 a, F32x16 b) {
-  I32x16 first, second;
-  for (int lane = 0; lane < LANES; ++lane) {
-    const int place = lane % (2 * WIDTH), group = lane - place;
-    first[lane] = place < WIDTH ? group + place : LANES + group + place - WIDTH;
-    second[lane] = first[lane] + WIDTH;
-  }
-#if defined(__clang__)
-  F32x16 sum;
-  for (int lane = 0; lane < LANES; ++lane)
-    sum[lane] = (first[lane] < LANES ? a : b)[first[lane] % LANES] + (second[lane] < LANES ? a : b)[second[lane] % LANES];
-  return sum;
-#else
-  return __builtin_shuffle(a, b, first) + __builtin_shuffle(a, b, second);
 #endif
 }
 
-// Lane i: the sum of rows[i]. `rows` is used up.
-inline F32x16 sums_of(F32x16 (&rows)[LANES]) {
-  for (int i = 0; i < 8; ++i) rows[i] = add_neighbours<1>(rows[2 * i], rows[2 * i + 1]);
-  for (int i = 0; i < 4; ++i) rows[i] = add_neighbours<2>(rows[2 * i], rows[2 * i + 1]);
-  for (int i = 0; i < 2; ++i) rows[i] = add_neighbours<4>(rows[2 * i], rows[2 * i + 1]);
-  return add_neighbours<8>(rows[0], rows[1]);
+inline float largest_of(F32x16 v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float largest = v[0];
+  for (int lane = 1; lane < LANES; ++lane) largest = v[lane] > largest ? v[lane] : largest;
+  return largest;
+#endif
+}
+
+// Swaps the groups of WIDTH lanes that lie across in two rows of a 2 · WIDTH square.
+template <int WIDTH>
+inline void swap_across(U32x16& upper, U32x16& lower) {
+  U32x16 first, second;
+  for (uint32_t lane = 0; lane < LANES; ++lane) {
+    const bool is_right = lane & WIDTH;
+    first[lane] = is_right ? LANES + lane - WIDTH : lane;
+    second[lane] = is_right ? LANES + lane : lane + WIDTH;
+  }
+  const U32x16 above = upper;
+#if defined(__clang__)
+  const U32x16 below = lower;
+  for (int lane = 0; lane < LANES; ++lane) {
+    upper[lane] = (first[lane] < LANES ? above : below)[first[lane] % LANES];
+    lower[lane] = (second[lane] < LANES ? above : below)[second[lane] % LANES];
+  }
+#else
+  upper = __builtin_shuffle(above, lower, first);
+  lower = __builtin_shuffle(above, lower, second);
+#endif
+}
+
+template <int WIDTH>
+inline void swap_squares(U32x16 (&rows)[LANES]) {
+#pragma GCC unroll 16
+  for (int row = 0; row < LANES; ++row)
+    if (!(row & WIDTH)) swap_across<WIDTH>(rows[row], rows[row + WIDTH]);
+}
+
+// Lane j of row i ↔ lane i of row j.
+inline void transpose(U32x16 (&rows)[LANES]) {
+  swap_squares<1>(rows);
+  swap_squares<2>(rows);
+  swap_squares<4>(rows);
+  swap_squares<8>(rows);
 }
 
 // e to the power of x, for x <= 88; relative error about 2e-7; 0 below -87, NaN of NaN. Cody and Waite's reduction,
