@@ -91,6 +91,7 @@ class GenerateOptions:
     choice: Sequence[str] = ()
     grammar: str | None = None
     structural_tag: str | None = None
+    compact_json: bool | None = None
     n: int | None = None
     best_of: int | None = None
     beam_width: int | None = None
@@ -227,6 +228,7 @@ def _set_constraint(request: inference_pb2.GenerateRequest, options: GenerateOpt
     named = [name for name in (*_CONSTRAINT_FIELDS, "choice") if getattr(options, name) not in (None, ())]
     if len(named) > 1:
         raise InvalidArgument(named[1], f"cannot be combined with {named[0]}")
+    set_field(request, "compact_json", options.compact_json)
     for name in _CONSTRAINT_FIELDS:
         set_field(request, name, getattr(options, name))
     if options.choice:

@@ -145,6 +145,9 @@ class ModelConfig(_Frozen):
     """Precision of weights, activations and KV blocks; all workers of a cluster agree."""
     tool_format: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = "auto"
     """How the model writes calls of tools, for OpenAI's interface to read; `auto` is as its chat template does."""
+    compact_json: bool = False
+    """Whether JSON that a request constrains has no white space between its parts, unless the request says otherwise; the
+    same at all routers of a deployment."""
     quantization: Quantization = "none"
     """int8: weights of the linears are rounded, one scale an output; quicker and half the memory, other tokens than the
     exact model's. For models of Llama's family on native kernels. All workers of a cluster agree."""

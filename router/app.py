@@ -158,7 +158,8 @@ class RouterApp:
                 count_move=metrics.count_move,
             )
             form = tool_format(model.tool_format, tokenizer.chat_template.tool_source)
-            models.append(Model(model.public_name, model.aliases, tokenizer, workers, cluster, form))
+            compact = model.compact_json
+            models.append(Model(model.public_name, model.aliases, tokenizer, workers, cluster, form, compact))
         return Models(models)
 
     def why_not_ready(self) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ class Model:
         workers: those that serve it.
         cluster: what the runs of its requests share.
         tool_format: how it writes calls of tools; None where that is not known.
+        compact_json: JSON that a grammar makes has no white space unless a request says otherwise.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Model:
     workers: ModelWorkers
     cluster: Cluster
     tool_format: ToolFormat | None = None
+    compact_json: bool = False
 
     def limits(self, config: Config) -> Limits:
         """What requests are checked against. Raises Unavailable, naming what is missing, until a worker was seen."""
@@ -55,6 +57,7 @@ class Model:
             num_prefill_blocks=max((w.num_blocks for w in known if w.role is Role.PREFILL), default=0),
             num_decode_blocks=max(worker.num_blocks for worker in decode),
             max_beams=max(worker.max_running for worker in decode) or None,
+            compact_json=self.compact_json,
         )
 
     async def tokenize(

@@ -70,6 +70,7 @@ class Limits:
         adapters: adapters that may be named.
         num_quota_prefill_blocks, num_quota_decode_blocks: most blocks of the caller's tenant in those pools; None where
             it has no quota.
+        compact_json: default of the request's field.
     """
 
     model: str
@@ -85,6 +86,7 @@ class Limits:
     adapters: tuple[str, ...] = ()
     num_quota_prefill_blocks: int | None = None
     num_quota_decode_blocks: int | None = None
+    compact_json: bool = False
 
     @property
     def block_size(self) -> int:
@@ -255,7 +257,7 @@ def _request(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
         shared_salt=_salt("cache.shared_salt", message.cache.shared_salt),
         tenant=_tenant(message.tenant, tenant),
         session=_session(message.session_id, tenant),
-        constraint=_constraint(message),
+        constraint=_constraint(message, limits),
         resume=resume_of(message, n=n, vocab_size=limits.vocab_size),
         heartbeat_interval_s=heartbeat_interval_s(message),
     )
@@ -408,8 +410,8 @@ def _refuse_idle_beside_beams(message: pb.GenerateRequest) -> None:
 # --- one field each ---
 
 
-def _constraint(message: pb.GenerateRequest) -> OutputConstraint | None:
-    constraint = constraint_of(message)
+def _constraint(message: pb.GenerateRequest, limits: Limits) -> OutputConstraint | None:
+    constraint = constraint_of(message, compact_json=limits.compact_json)
     if constraint is not None and message.stopping.ignore_eos:
         raise InvalidArgument(
             "stopping.ignore_eos", f"cannot be combined with {constraint.field}: a complete output ends there"

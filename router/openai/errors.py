@@ -115,6 +115,7 @@ FIELD_NAMES = MappingProxyType(
         "prompt.token_ids": "prompt",
         "tier": "service_tier",
         "beam_search.width": "n",
+        "compact_json": "structured_outputs.disable_any_whitespace",
         "json_schema": "response_format",
         "json_object": "response_format",
         "structural_tag": "structured_outputs.structural_tag",
