@@ -9,6 +9,7 @@ from kvferry.config import Config
 from kvferry.errors import NotFound, Unavailable
 from router.chat import ChatPrompt
 from router.cluster import Cluster
+from router.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from router.model_workers import ModelWorkers
 from router.text.tokenizer import PromptLimits, TextTokenizer
 from router.tools.formats import ToolFormat
@@ -28,6 +29,7 @@ class Model:
         cluster: what the runs of its requests share.
         tool_format: how it writes calls of tools; None where that is not known.
         compact_json: JSON that a grammar makes has no white space unless a request says otherwise.
+        defaults: of sampling and length, where a request leaves them unset.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Model:
     cluster: Cluster
     tool_format: ToolFormat | None = None
     compact_json: bool = False
+    defaults: GenerationDefaults = NO_DEFAULTS
 
     def limits(self, config: Config) -> Limits:
         """What requests are checked against. Raises Unavailable, naming what is missing, until a worker was seen."""
@@ -58,6 +61,7 @@ class Model:
             num_decode_blocks=max(worker.num_blocks for worker in decode),
             max_beams=max(worker.max_running for worker in decode) or None,
             compact_json=self.compact_json,
+            defaults=self.defaults,
         )
 
     async def tokenize(

@@ -365,14 +365,18 @@ class GetCapabilitiesRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class GetCapabilitiesResponse(_message.Message):
-    __slots__ = ("capabilities", "models", "compact_json")
+    __slots__ = ("capabilities", "models", "compact_json", "default_sampling", "default_max_tokens")
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
     COMPACT_JSON_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     capabilities: _types_pb2.Capabilities
     models: _containers.RepeatedCompositeFieldContainer[ServedModel]
     compact_json: bool
-    def __init__(self, capabilities: _Optional[_Union[_types_pb2.Capabilities, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ServedModel, _Mapping]]] = ..., compact_json: _Optional[bool] = ...) -> None: ...
+    default_sampling: SamplingOptions
+    default_max_tokens: int
+    def __init__(self, capabilities: _Optional[_Union[_types_pb2.Capabilities, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ServedModel, _Mapping]]] = ..., compact_json: _Optional[bool] = ..., default_sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., default_max_tokens: _Optional[int] = ...) -> None: ...
 
 class ServedModel(_message.Message):
     __slots__ = ("name", "aliases", "is_ready")
