@@ -1,4 +1,4 @@
-"""The defaults that a model's folder brings for fields a request leaves unset: generation_config.json, as vLLM reads it.
+"""Defaults that a model's folder brings for fields a request leaves unset: generation_config.json, as vLLM reads it.
 
 Whatever `do_sample` says, a value that is there counts. Values are checked when the router starts, against the ranges
 of the request's own fields, and are rounded as those are.
