@@ -65,12 +65,15 @@ class GenerateOptions:
 
     Attributes:
         tools: functions that a conversation's model is told of; its calls are text of the output.
+        template_arguments: JSON, variables of the chat template.
+        compact_json: whether constrained JSON has no white space between its parts.
         structural_tag: JSON, as `GenerateRequest.structural_tag`.
         kept_special_token_ids: special tokens that stay in the text, though others are left out.
     """
 
     prompt: Prompt
     tools: Sequence[Tool] = ()
+    template_arguments: str = ""
     model: str = ""
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -125,6 +128,7 @@ class GenerateOptions:
             set_field(request, name, getattr(self, name))
         set_prompt(request, self.prompt)
         _set_tools(request, self.tools)
+        _set_template_arguments(request, self.template_arguments)
         set_field(request, "truncate_prompt_tokens", self.truncate_prompt_tokens)
         for name in _SAMPLING_FIELDS:
             set_field(request.sampling, f"sampling.{name}", getattr(self, name))
@@ -221,6 +225,13 @@ def _set_tools(request: inference_pb2.GenerateRequest | cache_pb2.PinPrefixReque
     messages = (inference_pb2.Tool(name=t.name, description=t.description, parameters=t.parameters) for t in tools)
     if tools:
         set_list(request.chat.tools, "prompt.chat.tools", messages)
+
+
+def _set_template_arguments(request: inference_pb2.GenerateRequest, arguments: str) -> None:
+    if arguments and not request.HasField("chat"):
+        raise InvalidArgument("template_arguments", "is only for a conversation")
+    if arguments:
+        set_field(request.chat, "prompt.chat.template_arguments", arguments)
 
 
 def _set_constraint(request: inference_pb2.GenerateRequest, options: GenerateOptions) -> None:

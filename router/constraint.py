@@ -19,9 +19,9 @@ from router.tag_grammar import Tag, tag_grammar
 
 MAX_CHOICE_STRINGS = 1_024
 MAX_STRUCTURES = 128
-WHITESPACE = r" |\r?\n( {0,16}|\t{0,8})"
+WHITESPACE = r" |\r?\n(\r?\n)?( {0,8}|\t{0,4})"
 """Between two parts of JSON: what models write by habit, on one line or indented, and an end to one that writes nothing
-else: two tokens or three, not max_tokens."""
+else: indentation is the longest a model can spend, a token a space."""
 EXTENSION_KEY = "x-guidance"
 
 JSON_FIELDS = ("json_schema", "json_object", "structural_tag")

@@ -84,9 +84,13 @@ class Model:
                 return token_ids
             case TextPrompt(text):
                 return await self.tokenizer.encode_async(text, limits=bounds, add_special_tokens=add_special_tokens)
-            case ChatPrompt(messages, add_generation_prompt, tools):
+            case ChatPrompt(messages, add_generation_prompt, tools, arguments):
                 return await self.tokenizer.encode_chat_async(
-                    messages, tools=tools, limits=bounds, add_generation_prompt=add_generation_prompt
+                    messages,
+                    tools=tools,
+                    arguments=arguments,
+                    limits=bounds,
+                    add_generation_prompt=add_generation_prompt,
                 )
 
 

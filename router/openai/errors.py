@@ -110,6 +110,7 @@ FIELD_NAMES = MappingProxyType(
     {
         "prompt.chat.messages": "messages",
         "prompt.chat.tools": "tools",
+        "prompt.chat.template_arguments": "chat_template_kwargs",
         "prompt.chat": "messages",
         "prompt.text": "prompt",
         "prompt.token_ids": "prompt",

@@ -60,7 +60,16 @@ async def matches(grammars: Grammars, message: pb.GenerateRequest, text: str) ->
         (
             {"json_schema": PERSON},
             ['{"b":"x"}', '{ "b" : "x",\n  "a": -7 }', '{"b": "\\n é"}'],
-            ["{}", '{"a":1,"b":"x"}', '{"b":1}', ' {"b":"x"}', '{"b":"x"} ', '{  "b":"x"}', '{\n\n"b":"x"}'],
+            [
+                "{}",
+                '{"a":1,"b":"x"}',
+                '{"b":1}',
+                ' {"b":"x"}',
+                '{"b":"x"} ',
+                '{  "b":"x"}',
+                '{\n\n\n"b":"x"}',
+                "{\n" + 9 * " " + '"b":"x"}',
+            ],
         ),
         ({"json_schema": "{}"}, ["1", "[]", '{"a":[null,true]}'], ["", "tru"]),
         ({"json_schema": "true"}, ['"x"'], ["x"]),
@@ -97,7 +106,7 @@ async def test_json_may_be_written_as_models_do_or_in_one_way_alone(
     """White space between two parts is a space or an indented line: no model can spend its tokens on more."""
     value = {"b": "x y", "a": 1, "c": [1, {"d": [True, "  "]}]}
     text = json.dumps(value, indent=indent)
-    is_right = indent not in (16, " \n")  # of 16 the second level is indented too far
+    is_right = indent not in (4, 16, " \n")  # of 4 the third level is indented too far
     kinds: tuple[tuple[dict[str, object], tuple[str, str]], ...] = (
         ({"json_schema": "{}"}, ("", "")),
         (tag(), ("a", "b")),
@@ -126,7 +135,7 @@ async def test_the_default_of_compact_json_yields_to_the_request(grammars: Gramm
         {"grammar": 'start: "a"'},
         {"json_object": False},
     ):
-        message = pb.GenerateRequest(compact_json=True, **fields)  # type: ignore[arg-type]
+        message = pb.GenerateRequest(compact_json=True, **fields)
         with pytest.raises(InvalidArgument, match="compact_json: is only for json_schema, json_object, structural_tag"):
             constraint_of(message)
         message.compact_json = False
