@@ -6,6 +6,7 @@ validate ─► `constraint_of`, cheap checks ─► `checked_grammar`, off the 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,12 @@ WHITESPACE = r" |\r?\n(\r?\n)?( {0,8}|\t{0,4})"
 """Between two parts of JSON: what models write by habit, on one line or indented, and an end to one that writes nothing
 else: indentation is the longest a model can spend, a token a space."""
 EXTENSION_KEY = "x-guidance"
+LARGEST_NUMBER = 1 << 53
+"""The library takes numbers as floats: a larger one might be another."""
+ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comment"})
+"""Keywords that say nothing about the output."""
+
+EMBEDDED_SCHEMA = re.compile(r"%json\s*")
 
 JSON_FIELDS = ("json_schema", "json_object", "structural_tag")
 """Constraints that `compact_json` is about."""
@@ -66,7 +73,9 @@ def _constraint_of(message: pb.GenerateRequest) -> OutputConstraint | None:
         case "choice":
             return OutputConstraint("choice", _bounded("choice", _choices(message.choice.choices)))
         case "grammar":
-            return OutputConstraint("grammar", _bounded("grammar", message.grammar))
+            grammar = _bounded("grammar", message.grammar)
+            _check_embedded_schemas(grammar)
+            return OutputConstraint("grammar", grammar)
         case "structural_tag":
             tag = _bounded("structural_tag", message.structural_tag)
             return OutputConstraint("structural_tag", _structural_tag(tag))
@@ -170,7 +179,37 @@ def _checked_schema(field: str, schema: object) -> dict[str, Any]:
         raise InvalidArgument(field, f"must be an object, got a {type(schema).__name__}")
     if EXTENSION_KEY in schema:
         raise InvalidArgument(field, f"has {EXTENSION_KEY}, which is not supported")
+    _check_numbers(field, schema)
     return schema
+
+
+def _check_numbers(field: str, value: object) -> None:
+    """Refuses what the library would round; `value` has been JSON, so its depth is bounded."""
+    match value:
+        case bool():
+            return
+        case int() | float():
+            if abs(value) > LARGEST_NUMBER:
+                raise InvalidArgument(
+                    field, f"has the number {value}; beyond ±{LARGEST_NUMBER} numbers cannot be kept exactly"
+                )
+        case list():
+            for part in value:
+                _check_numbers(field, part)
+        case dict():
+            for name, part in value.items():
+                if name not in ANNOTATIONS:
+                    _check_numbers(field, part)
+
+
+def _check_embedded_schemas(grammar: str) -> None:
+    """Of Lark's `%json`; what is no JSON there is told by the library."""
+    for found in EMBEDDED_SCHEMA.finditer(grammar):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
+        except (ValueError, RecursionError):
+            continue
+        _check_numbers("grammar", schema)
 
 
 def _structural_tag(text: str) -> str:

@@ -25,7 +25,6 @@ from kvferry.telemetry import Attributes, SpanNames, Telemetry, context_of
 from proto.kvferry.v1 import inference_pb2 as pb
 from router.admission import Admission
 from router.auth import Authenticator, Metadata, Tenant
-from router.constraint import checked_grammar
 from router.ledger import RequestLedger
 from router.membership import Membership
 from router.messages import completed, started
@@ -170,9 +169,7 @@ class Serving:
         span.set_attribute(Attributes.REQUEST_MAX_TOKENS, max_tokens)
         bad_words = [ids for word in request.bad_words for ids in model.tokenizer.bad_word_token_ids(word)]
         tokenizer = model.tokenizer
-        grammar = await checked_grammar(
-            request.constraint, tokenizer.grammars, tokenizer.eos_token_ids, tokenizer.named_ids
-        )
+        grammar = await tokenizer.grammars.checked(request.constraint)
         sampling = request.sampling_params(max_tokens, tokenizer.eos_token_ids, bad_words, grammar)
         return PreparedRequest(server_id, request, tuple(token_ids), sampling, deadline_s)
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from kvferry.errors import ContextExceeded, FailedPrecondition, InvalidArgument
-from kvferry.grammar import Grammars, is_text
+from kvferry.grammar import is_text
+from router.grammar_checker import GrammarChecker
 from router.text.chat_template import FIELD as CHAT_FIELD
 from router.text.chat_template import NO_ARGUMENTS, ChatMessage, ChatTemplate, JsonObject, Tool, json_chars
 from router.text.control_text import ControlText
@@ -55,7 +56,7 @@ class TextTokenizer:
         token_bytes: bytes of each id, and which ids are special.
         chat_template: renders chats.
         length_bound: tokens that a text gives at least.
-        grammars: compiled ones of structured output.
+        grammars: makes those of structured output.
         named_ids: added tokens that grammars can only ask for by their id, though they are text to all else, by text.
     """
 
@@ -64,7 +65,6 @@ class TextTokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._queue = queue
-        self.grammars = Grammars(lambda: files.tokenizer_json, files.vocab_size)
         self.vocab_size = files.vocab_size
         added = tokenizer.get_added_tokens_decoder()
         self.named_ids = {
@@ -75,7 +75,12 @@ class TextTokenizer:
         self.token_bytes = TokenBytes.of(tokenizer)
         self.bos_token_id = self._id_of(files.special_texts.get("bos_token"))
         self.eos_token_ids = files.eos_token_ids or self._ids_of(files.special_texts.get("eos_token"))
-        self.grammars.prepare(self.eos_token_ids)
+        self.grammars = GrammarChecker(
+            lambda: files.tokenizer_json,
+            files.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            named_ids=self.named_ids,
+        )
         self.chat_template = ChatTemplate(files.chat_template, files.special_texts, tool_source=files.tool_template)
         self.length_bound = LengthBound.of(tokenizer)
         self._control = ControlText(tokenizer, self.chat_template)
