@@ -65,12 +65,15 @@ class GenerateOptions:
 
     Attributes:
         tools: functions that a conversation's model is told of; its calls are text of the output.
+        template_arguments: JSON, variables of the chat template.
+        compact_json: whether constrained JSON has no white space between its parts.
         structural_tag: JSON, as `GenerateRequest.structural_tag`.
         kept_special_token_ids: special tokens that stay in the text, though others are left out.
     """
 
     prompt: Prompt
     tools: Sequence[Tool] = ()
+    template_arguments: str = ""
     model: str = ""
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -91,6 +94,7 @@ class GenerateOptions:
     choice: Sequence[str] = ()
     grammar: str | None = None
     structural_tag: str | None = None
+    compact_json: bool | None = None
     n: int | None = None
     best_of: int | None = None
     beam_width: int | None = None
@@ -124,6 +128,7 @@ class GenerateOptions:
             set_field(request, name, getattr(self, name))
         set_prompt(request, self.prompt)
         _set_tools(request, self.tools)
+        _set_template_arguments(request, self.template_arguments)
         set_field(request, "truncate_prompt_tokens", self.truncate_prompt_tokens)
         for name in _SAMPLING_FIELDS:
             set_field(request.sampling, f"sampling.{name}", getattr(self, name))
@@ -222,11 +227,19 @@ def _set_tools(request: inference_pb2.GenerateRequest | cache_pb2.PinPrefixReque
         set_list(request.chat.tools, "prompt.chat.tools", messages)
 
 
+def _set_template_arguments(request: inference_pb2.GenerateRequest, arguments: str) -> None:
+    if arguments and not request.HasField("chat"):
+        raise InvalidArgument("template_arguments", "is only for a conversation")
+    if arguments:
+        set_field(request.chat, "prompt.chat.template_arguments", arguments)
+
+
 def _set_constraint(request: inference_pb2.GenerateRequest, options: GenerateOptions) -> None:
     """At most one: the last would silently win."""
     named = [name for name in (*_CONSTRAINT_FIELDS, "choice") if getattr(options, name) not in (None, ())]
     if len(named) > 1:
         raise InvalidArgument(named[1], f"cannot be combined with {named[0]}")
+    set_field(request, "compact_json", options.compact_json)
     for name in _CONSTRAINT_FIELDS:
         set_field(request, name, getattr(options, name))
     if options.choice:

@@ -145,6 +145,12 @@ class ModelConfig(_Frozen):
     """Precision of weights, activations and KV blocks; all workers of a cluster agree."""
     tool_format: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = "auto"
     """How the model writes calls of tools, for OpenAI's interface to read; `auto` is as its chat template does."""
+    compact_json: bool = False
+    """Whether JSON that a request constrains has no white space between its parts, unless the request says otherwise;
+    the same at all routers of a deployment."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """auto: the model's generation_config.json has the defaults of temperature, top_p, top_k, min_p, penalties and
+    max_tokens (its max_new_tokens) for requests that leave them unset; the same at all routers of a deployment."""
     quantization: Quantization = "none"
     """int8: weights of the linears are rounded, one scale an output; quicker and half the memory, other tokens than the
     exact model's. For models of Llama's family on native kernels. All workers of a cluster agree."""

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Self
 
@@ -24,6 +25,7 @@ from router.auth import Authenticator
 from router.block_index import BlockIndex
 from router.cluster import Cluster
 from router.discovery import Discovery
+from router.generation_defaults import NO_DEFAULTS, GenerationDefaults, read_generation_defaults
 from router.http import HttpServer, make_app
 from router.membership import Membership, ModelIdentity
 from router.metrics import RouterMetrics
@@ -158,7 +160,18 @@ class RouterApp:
                 count_move=metrics.count_move,
             )
             form = tool_format(model.tool_format, tokenizer.chat_template.tool_source)
-            models.append(Model(model.public_name, model.aliases, tokenizer, workers, cluster, form))
+            models.append(
+                Model(
+                    model.public_name,
+                    model.aliases,
+                    tokenizer,
+                    workers,
+                    cluster,
+                    form,
+                    compact_json=model.compact_json,
+                    defaults=_generation_defaults(model),
+                )
+            )
         return Models(models)
 
     def why_not_ready(self) -> tuple[str, ...]:
@@ -201,3 +214,13 @@ def load_tokenizer(model: ModelConfig) -> TextTokenizer:
             "model.path", f"is not set for {model.name}; it names the prepared folder that the tokenizer is read from"
         )
     return TextTokenizer.load(Path(model.path))
+
+
+def _generation_defaults(model: ModelConfig) -> GenerationDefaults:
+    """Those of a configured model's folder, told in the log where they are its own."""
+    if model.generation_config == "none" or model.path is None:
+        return NO_DEFAULTS
+    defaults = read_generation_defaults(Path(model.path))
+    if defaults != NO_DEFAULTS:
+        log_event(logger, "generation_defaults", model=model.public_name, **asdict(defaults))
+    return defaults

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from kvferry.errors import InvalidArgument
 from proto.kvferry.v1 import inference_pb2 as pb
 from router.response_parts import is_on
-from router.text.chat_template import FIELD, ChatMessage, Tool, ToolCall
+from router.text.chat_template import FIELD, ChatMessage, JsonObject, Tool, ToolCall
 
 MAX_CHAT_MESSAGES = 2_048
 """Every message costs work in Python while others wait; no conversation within a context has more."""
@@ -23,6 +23,8 @@ MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128
 MAX_TOOL_BYTES = 64 << 10
 """Of a tool's JSON schema, as of any other schema."""
+MAX_ARGUMENT_BYTES = 64 << 10
+"""Of all arguments of the template."""
 MAX_JSON_LEVELS = 64
 """Of nesting: templates and the JSON writer recurse."""
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -30,11 +32,12 @@ TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation, to be rendered with the model's template."""
+    """A conversation, to be rendered with the model's template; `arguments`: variables of it that the caller sets."""
 
     messages: tuple[ChatMessage, ...]
     add_generation_prompt: bool
     tools: tuple[Tool, ...] = ()
+    arguments: JsonObject = field(default_factory=dict)
 
 
 def chat_prompt(chat: pb.Chat) -> ChatPrompt:
@@ -46,7 +49,15 @@ def chat_prompt(chat: pb.Chat) -> ChatPrompt:
             f"{FIELD}.messages", f"has {len(chat.messages)} messages; at most {MAX_CHAT_MESSAGES} are allowed"
         )
     messages = tuple(_message(f"{FIELD}.messages[{index}]", one) for index, one in enumerate(chat.messages))
-    return ChatPrompt(messages, is_on(chat, "add_generation_prompt"), _tools(chat.tools))
+    arguments = _arguments(f"{FIELD}.template_arguments", chat.template_arguments)
+    return ChatPrompt(messages, is_on(chat, "add_generation_prompt"), _tools(chat.tools), arguments)
+
+
+def _arguments(path: str, text: str) -> JsonObject:
+    num_bytes = len(text.encode())
+    if num_bytes > MAX_ARGUMENT_BYTES:
+        raise InvalidArgument(path, f"has {num_bytes} bytes; at most {MAX_ARGUMENT_BYTES} are allowed")
+    return _object(path, text) if text else {}
 
 
 def _message(path: str, message: pb.ChatMessage) -> ChatMessage:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llguidance import LLMatcher, grammar_from
@@ -20,8 +20,9 @@ from router.tag_grammar import Tag, tag_grammar
 
 MAX_CHOICE_STRINGS = 1_024
 MAX_STRUCTURES = 128
-WHITESPACE = r"[ \t\r\n]{1,32}"
-"""Between two parts of JSON: whatever a model writes by habit, and an end to a model that writes nothing else."""
+WHITESPACE = r" |\r?\n(\r?\n)?( {0,8}|\t{0,4})"
+"""Between two parts of JSON: what models write by habit, on one line or indented, and an end to one that writes nothing
+else: indentation is the longest a model can spend, a token a space."""
 EXTENSION_KEY = "x-guidance"
 LARGEST_NUMBER = 1 << 53
 """The library takes numbers as floats: a larger one might be another."""
@@ -30,6 +31,8 @@ ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$commen
 
 EMBEDDED_SCHEMA = re.compile(r"%json\s*")
 
+JSON_FIELDS = ("json_schema", "json_object", "structural_tag")
+"""Constraints that `compact_json` is about."""
 CONSTRAINT_FIELDS = ("json_schema", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
@@ -40,14 +43,26 @@ class OutputConstraint:
     Attributes:
         field: which field of the request says so; one of `CONSTRAINT_FIELDS`.
         text: its value; a JSON list for `choice`, a JSON schema for `json_object`, too; checked for `structural_tag`.
+        is_compact: its JSON has no white space between its parts.
     """
 
     field: str
     text: str
+    is_compact: bool = False
 
 
-def constraint_of(message: pb.GenerateRequest) -> OutputConstraint | None:
-    """None where the request has none. Raises InvalidArgument naming the field and the limit."""
+def constraint_of(message: pb.GenerateRequest, *, compact_json: bool = False) -> OutputConstraint | None:
+    """None where the request has none; `compact_json` unless it says. Raises InvalidArgument naming field and limit."""
+    constraint = _constraint_of(message)
+    is_json = constraint is not None and constraint.field in JSON_FIELDS
+    if message.compact_json and not is_json:
+        raise InvalidArgument("compact_json", f"is only for {', '.join(JSON_FIELDS)}")
+    if constraint is None or not is_json:
+        return constraint
+    return replace(constraint, is_compact=message.compact_json if message.HasField("compact_json") else compact_json)
+
+
+def _constraint_of(message: pb.GenerateRequest) -> OutputConstraint | None:
     match message.WhichOneof("constraint"):
         case "json_schema":
             return OutputConstraint("json_schema", _schema(_bounded("json_schema", message.json_schema)))
@@ -106,22 +121,25 @@ def _grammar(constraint: OutputConstraint, named_ids: Mapping[str, int]) -> str:
             except Exception as error:  # whatever its converter of GBNF raises
                 raise GrammarRefused(str(error)[:MAX_REASON_CHARS]) from error
         case "structural_tag":
-            return _tag_grammar(json.loads(constraint.text), named_ids)
-    return json.dumps({"grammars": [{"json_schema": schema_with_options(json.loads(constraint.text))}]})
+            return _tag_grammar(json.loads(constraint.text), named_ids, is_compact=constraint.is_compact)
+    schema = schema_with_options(json.loads(constraint.text), is_compact=constraint.is_compact)
+    return json.dumps({"grammars": [{"json_schema": schema}]})
 
 
-def schema_with_options(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema as the library shall read it: exactly, with bounded white space."""
-    options = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
+def schema_with_options(schema: Mapping[str, Any], *, is_compact: bool = False) -> dict[str, Any]:
+    """The schema as the library shall read it: exactly, with bounded white space, or none."""
+    options: dict[str, Any] = {"whitespace_flexible": not is_compact, "lenient": False, "coerce_one_of": False}
+    if not is_compact:
+        options["whitespace_pattern"] = WHITESPACE
     return {**schema, EXTENSION_KEY: options}
 
 
-def _tag_grammar(tag: Mapping[str, Any], named_ids: Mapping[str, int]) -> str:
+def _tag_grammar(tag: Mapping[str, Any], named_ids: Mapping[str, int], *, is_compact: bool) -> str:
     tags = [
         Tag(
             trigger=next(trigger for trigger in tag["triggers"] if one["begin"].startswith(trigger)),
             begin=one["begin"],
-            schema=schema_with_options(one["schema"]),
+            schema=schema_with_options(one["schema"], is_compact=is_compact),
             end=one["end"],
         )
         for one in tag["structures"]

@@ -113,6 +113,7 @@ class GrammarChecker:
         job = {
             "field": constraint.field,
             "text": constraint.text,
+            "is_compact": constraint.is_compact,
             "eos_token_ids": self._eos_token_ids,
             "named_ids": dict(self._named_ids),
         }

@@ -35,7 +35,7 @@ def main() -> None:
 
 
 async def _answer(grammars: Grammars, job: dict[str, Any]) -> dict[str, str]:
-    constraint = OutputConstraint(job["field"], job["text"])
+    constraint = OutputConstraint(job["field"], job["text"], is_compact=job["is_compact"])
     try:
         grammar = await checked_grammar(constraint, grammars, tuple(job["eos_token_ids"]), job["named_ids"])
     except KvferryError as error:

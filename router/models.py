@@ -9,6 +9,7 @@ from kvferry.config import Config
 from kvferry.errors import NotFound, Unavailable
 from router.chat import ChatPrompt
 from router.cluster import Cluster
+from router.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from router.model_workers import ModelWorkers
 from router.text.tokenizer import PromptLimits, TextTokenizer
 from router.tools.formats import ToolFormat
@@ -27,6 +28,8 @@ class Model:
         workers: those that serve it.
         cluster: what the runs of its requests share.
         tool_format: how it writes calls of tools; None where that is not known.
+        compact_json: JSON that a grammar makes has no white space unless a request says otherwise.
+        defaults: of sampling and length, where a request leaves them unset.
     """
 
     name: str
@@ -35,6 +38,8 @@ class Model:
     workers: ModelWorkers
     cluster: Cluster
     tool_format: ToolFormat | None = None
+    compact_json: bool = False
+    defaults: GenerationDefaults = NO_DEFAULTS
 
     def limits(self, config: Config) -> Limits:
         """What requests are checked against. Raises Unavailable, naming what is missing, until a worker was seen."""
@@ -55,6 +60,8 @@ class Model:
             num_prefill_blocks=max((w.num_blocks for w in known if w.role is Role.PREFILL), default=0),
             num_decode_blocks=max(worker.num_blocks for worker in decode),
             max_beams=max(worker.max_running for worker in decode) or None,
+            compact_json=self.compact_json,
+            defaults=self.defaults,
         )
 
     async def tokenize(
@@ -77,9 +84,13 @@ class Model:
                 return token_ids
             case TextPrompt(text):
                 return await self.tokenizer.encode_async(text, limits=bounds, add_special_tokens=add_special_tokens)
-            case ChatPrompt(messages, add_generation_prompt, tools):
+            case ChatPrompt(messages, add_generation_prompt, tools, arguments):
                 return await self.tokenizer.encode_chat_async(
-                    messages, tools=tools, limits=bounds, add_generation_prompt=add_generation_prompt
+                    messages,
+                    tools=tools,
+                    arguments=arguments,
+                    limits=bounds,
+                    add_generation_prompt=add_generation_prompt,
                 )
 
 

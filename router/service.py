@@ -67,7 +67,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             pb.ServedModel(name=model.name, aliases=model.aliases, is_ready=not model.workers.missing)
             for model in models.all
         ]
-        return pb.GetCapabilitiesResponse(capabilities=capabilities, models=listed)
+        return pb.GetCapabilitiesResponse(
+            capabilities=capabilities,
+            models=listed,
+            compact_json=limits.compact_json,
+            default_sampling=limits.defaults.filled(pb.SamplingOptions()),
+            default_max_tokens=limits.defaults.max_tokens or 0,
+        )
 
     async def ListWorkers(
         self, request: pb.ListWorkersRequest, context: ServicerContext[pb.ListWorkersRequest, pb.ListWorkersResponse]

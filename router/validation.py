@@ -27,6 +27,7 @@ from kvferry.worker import check_progress_timeout
 from proto.kvferry.v1 import inference_pb2 as pb
 from router.chat import ChatPrompt, chat_prompt
 from router.constraint import CONSTRAINT_FIELDS, OutputConstraint, constraint_of
+from router.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from router.logit_rules import checked_bad_words, logit_rules
 from router.response_parts import ResponseParts, response_parts
 from router.resume import ReceivedResponse, resume_of
@@ -70,6 +71,8 @@ class Limits:
         adapters: adapters that may be named.
         num_quota_prefill_blocks, num_quota_decode_blocks: most blocks of the caller's tenant in those pools; None where
             it has no quota.
+        compact_json: default of the request's field.
+        defaults: of sampling and length, the model's own; a beam search takes the length alone.
     """
 
     model: str
@@ -85,6 +88,8 @@ class Limits:
     adapters: tuple[str, ...] = ()
     num_quota_prefill_blocks: int | None = None
     num_quota_decode_blocks: int | None = None
+    compact_json: bool = False
+    defaults: GenerationDefaults = NO_DEFAULTS
 
     @property
     def block_size(self) -> int:
@@ -222,7 +227,8 @@ def validate(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
 
 
 def _request(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[], int], tenant: str) -> Request:
-    sampling, stopping = message.sampling, message.stopping
+    is_beam_search, stopping = message.HasField("beam_search"), message.stopping
+    sampling = message.sampling if is_beam_search else limits.defaults.filled(message.sampling)
     n, temperature, tier = _n(sampling), _temperature(sampling), message.tier or limits.default_tier
     return Request(
         label=_printable("request_id", message.request_id, MAX_REQUEST_ID_CHARS),
@@ -240,7 +246,7 @@ def _request(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
         rules=logit_rules(sampling, limits.vocab_size),
         bad_words=checked_bad_words(sampling.bad_words),
         n=n,
-        best_of=n if message.HasField("beam_search") else _best_of(sampling, n, temperature),
+        best_of=n if is_beam_search else _best_of(sampling, n, temperature),
         beam=_beam(message, n, limits),
         max_tokens=_max_tokens(stopping, limits),
         min_tokens=_min_tokens(stopping, limits),
@@ -255,7 +261,7 @@ def _request(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
         shared_salt=_salt("cache.shared_salt", message.cache.shared_salt),
         tenant=_tenant(message.tenant, tenant),
         session=_session(message.session_id, tenant),
-        constraint=_constraint(message),
+        constraint=_constraint(message, limits),
         resume=resume_of(message, n=n, vocab_size=limits.vocab_size),
         heartbeat_interval_s=heartbeat_interval_s(message),
     )
@@ -292,7 +298,8 @@ def fit(request: Request, num_prompt_tokens: int, limits: Limits) -> int:
             f"{request.max_tokens} output tokens after {num_prompt_tokens} prompt tokens exceed the context of "
             f"{limits.max_context}; at most {room} fit",
         )
-    max_tokens = request.max_tokens or min(room, max(1, _room_in_pool(request, num_prompt_tokens, limits)))
+    default = min(room, limits.defaults.max_tokens or room)
+    max_tokens = request.max_tokens or min(default, max(1, _room_in_pool(request, num_prompt_tokens, limits)))
     _check_pools(request, num_prompt_tokens, max_tokens, limits)
     if request.min_tokens > max_tokens:
         raise InvalidArgument("stopping.min_tokens", f"{request.min_tokens} is above max_tokens, {max_tokens}")
@@ -408,8 +415,8 @@ def _refuse_idle_beside_beams(message: pb.GenerateRequest) -> None:
 # --- one field each ---
 
 
-def _constraint(message: pb.GenerateRequest) -> OutputConstraint | None:
-    constraint = constraint_of(message)
+def _constraint(message: pb.GenerateRequest, limits: Limits) -> OutputConstraint | None:
+    constraint = constraint_of(message, compact_json=limits.compact_json)
     if constraint is not None and message.stopping.ignore_eos:
         raise InvalidArgument(
             "stopping.ignore_eos", f"cannot be combined with {constraint.field}: a complete output ends there"

@@ -55,6 +55,7 @@ class StructuredOutputs(Body):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | None = None
+    disable_any_whitespace: bool | None = None
 
 
 class ConstraintFields(Body):
@@ -69,6 +70,8 @@ class ConstraintFields(Body):
 
     def constrain(self, message: pb.GenerateRequest) -> None:
         """Sets the constraint. Raises InvalidArgument where there is more than one."""
+        if self.structured_outputs is not None and self.structured_outputs.disable_any_whitespace is not None:
+            message.compact_json = self.structured_outputs.disable_any_whitespace
         found = [*self._of_format().items(), *self._of_guided().items(), *self._of_structured().items()]
         if len(found) > 1:
             raise InvalidArgument("response_format", "more than one constraint on the output is set")

@@ -110,11 +110,13 @@ FIELD_NAMES = MappingProxyType(
     {
         "prompt.chat.messages": "messages",
         "prompt.chat.tools": "tools",
+        "prompt.chat.template_arguments": "chat_template_kwargs",
         "prompt.chat": "messages",
         "prompt.text": "prompt",
         "prompt.token_ids": "prompt",
         "tier": "service_tier",
         "beam_search.width": "n",
+        "compact_json": "structured_outputs.disable_any_whitespace",
         "json_schema": "response_format",
         "json_object": "response_format",
         "structural_tag": "structured_outputs.structural_tag",

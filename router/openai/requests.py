@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
@@ -11,6 +12,7 @@ from kvferry.errors import InvalidArgument, UnsupportedField
 from proto.kvferry.v1 import inference_pb2 as pb
 from proto.kvferry.v1 import types_pb2
 from router.openai.body import AtFirstFault, Body, Ids, Strings, UInt
+from router.openai.constraints import Json
 from router.openai.fields import GenerationFields
 from router.openai.tools import BodyToolCall, ToolBody, ToolFields
 
@@ -118,12 +120,20 @@ ChatMessages = Annotated[tuple[ChatBodyMessage, ...], AtFirstFault()]
 
 
 def chat_of(
-    messages: ChatMessages, add_generation_prompt: bool | None, tools: Sequence[ToolBody] | None = None
+    messages: ChatMessages,
+    add_generation_prompt: bool | None,
+    tools: Sequence[ToolBody] | None = None,
+    arguments: Json | None = None,
 ) -> pb.Chat:
     """A conversation as gRPC's clients send it."""
     turns = [message.to_pb(f"messages[{index}]") for index, message in enumerate(messages)]
     offered = [tool.to_pb() for tool in tools or ()]
-    return pb.Chat(messages=turns, add_generation_prompt=add_generation_prompt, tools=offered)
+    return pb.Chat(
+        messages=turns,
+        add_generation_prompt=add_generation_prompt,
+        tools=offered,
+        template_arguments=json.dumps(arguments, ensure_ascii=False) if arguments else "",
+    )
 
 
 class ChatBody(GenerationFields, ToolFields):
@@ -131,6 +141,7 @@ class ChatBody(GenerationFields, ToolFields):
 
     messages: ChatMessages
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: Json | None = None
     max_completion_tokens: UInt | None = None
     logprobs: bool | None = None
     top_logprobs: UInt | None = None
@@ -146,7 +157,9 @@ class ChatBody(GenerationFields, ToolFields):
     def requests(self, label: str) -> tuple[pb.GenerateRequest, ...]:
         """The one there is."""
         message = self._common(label)
-        message.chat.CopyFrom(chat_of(self.messages, self.add_generation_prompt, self.offered))
+        message.chat.CopyFrom(
+            chat_of(self.messages, self.add_generation_prompt, self.offered, self.chat_template_kwargs)
+        )
         if self.max_completion_tokens is not None:
             message.stopping.max_tokens = self.max_completion_tokens
         if self.logprobs:

@@ -6,6 +6,7 @@ from kvferry.errors import InvalidArgument
 from proto.kvferry.v1 import inference_pb2 as pb
 from router.models import Model
 from router.openai.body import Body, Ids, parse
+from router.openai.constraints import Json
 from router.openai.endpoint import Call
 from router.openai.requests import ChatMessages, chat_of
 from router.openai.tools import Tools
@@ -22,6 +23,7 @@ class TokenizeBody(Body):
     messages: ChatMessages | None = None
     tools: Tools | None = None
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: Json | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -30,10 +32,12 @@ class TokenizeBody(Body):
         if (self.prompt is None) == (self.messages is None):
             raise InvalidArgument("prompt", "exactly one of prompt and messages must be set")
         if self.messages is not None:
-            chat = chat_of(self.messages, self.add_generation_prompt, self.tools)
+            chat = chat_of(self.messages, self.add_generation_prompt, self.tools, self.chat_template_kwargs)
             return pb.TokenizeRequest(chat=chat, add_special_tokens=self.add_special_tokens or None)
         if self.add_generation_prompt is not None:
             raise InvalidArgument("add_generation_prompt", "is only for messages")
+        if self.chat_template_kwargs:
+            raise InvalidArgument("chat_template_kwargs", "is only for messages")
         if self.tools:
             raise InvalidArgument("tools", "is only for messages")
         return pb.TokenizeRequest(text=self.prompt, add_special_tokens=self.add_special_tokens)

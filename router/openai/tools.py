@@ -123,15 +123,17 @@ class ToolFields(Body):
         for index, tool in enumerate(prompt.tools):
             if (tool.parameters or {}).get("type", "object") != "object":
                 raise InvalidArgument(f"tools[{index}].function.parameters", "must be a schema of type object")
+        is_compact = model.compact_json
         if self.tool_choice not in (None, "auto"):
             form = form.without_markers() if has_special else form
-            return Calling(form, names, required_calls(form, tools, ids, num_calls=num_calls))
+            grammar = required_calls(form, tools, ids, num_calls=num_calls, is_compact=is_compact)
+            return Calling(form, names, grammar)
         cannot_ask = has_special and not form.is_bare
         if num_calls == 1 and cannot_ask:
             raise InvalidArgument("parallel_tool_calls", "cannot be kept with tool_choice auto for this model")
         if cannot_ask or not (num_calls == 1 or any(one.function.strict for one in self.offered)):
             return Calling(form, names)
-        return Calling(form, names, sure_calls(form, tools, ids, num_calls=num_calls))
+        return Calling(form, names, sure_calls(form, tools, ids, num_calls=num_calls, is_compact=is_compact))
 
     @staticmethod
     def _chosen(tools: Sequence[Tool], name: str) -> tuple[Tool, ...]:

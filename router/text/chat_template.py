@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -20,6 +21,22 @@ from kvferry.errors import FailedPrecondition, InvalidArgument
 
 FIELD = "prompt.chat"
 JsonObject = Mapping[str, Any]
+NO_ARGUMENTS: JsonObject = MappingProxyType({})
+RESERVED_ARGUMENTS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversations",
+        "documents",
+        "messages",
+        "raise_exception",
+        "return_assistant_tokens_mask",
+        "strftime_now",
+        "tools",
+    }
+)
+"""Names that the renderer sets or takes itself; and so it does with all that end with `_token`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +126,18 @@ class ChatTemplate:
         return _mentions(self._tool_source, "tools")
 
     def render(
-        self, messages: Sequence[ChatMessage], *, tools: Sequence[Tool] = (), add_generation_prompt: bool = True
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Tool] = (),
+        arguments: JsonObject = NO_ARGUMENTS,
+        add_generation_prompt: bool = True,
     ) -> str:
         """Prompt text of a conversation.
 
-        Raises InvalidArgument without messages, for a model without a template, for tools and calls that the template
-        would leave out, and where the template refuses the conversation (with its own words); FailedPrecondition for a
-        template that cannot be compiled.
+        Raises InvalidArgument without messages, for a model without a template, for tools, calls and arguments that the
+        template would leave out, and where the template refuses the conversation (with its own words);
+        FailedPrecondition for a template that cannot be compiled.
         """
         source = self._tool_source if tools else self._source
         if source is None:
@@ -123,6 +145,7 @@ class ChatTemplate:
         if not messages:
             raise InvalidArgument(FIELD, "no messages; at least 1 is needed")
         self._check_tools(source, messages, tools)
+        self._check_arguments(source, arguments)
         try:
             rendered = render_jinja_template(
                 conversations=[[message.for_template() for message in messages]],
@@ -130,12 +153,21 @@ class ChatTemplate:
                 chat_template=source,
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
+                **arguments,
             )
         except jinja2.TemplateSyntaxError as error:
             raise FailedPrecondition(f"the model's chat template cannot be compiled: {error}") from error
         except Exception as error:  # whatever an untrusted template runs into fails this request only
             raise InvalidArgument(FIELD, f"the chat template refuses the messages: {error}") from error
         return "".join(rendered[0])  # a list with the text of each conversation, though annotated otherwise
+
+    def _check_arguments(self, source: str, arguments: JsonObject) -> None:
+        for name in arguments:
+            field = f"{FIELD}.template_arguments.{name:.80}"
+            if name in RESERVED_ARGUMENTS or name in self._variables or name.endswith("_token"):
+                raise InvalidArgument(field, "is set by the server")
+            if not name.isidentifier() or not _mentions(source, name):
+                raise InvalidArgument(field, "is nothing that the model's chat template has")
 
     def _check_tools(self, source: str, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> None:
         if tools and not _mentions(source, "tools"):
@@ -148,10 +180,11 @@ class ChatTemplate:
                 raise InvalidArgument(field, "the model's chat template has no calls of tools")
 
 
-def json_chars(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> int:
-    """About how long tools and calls are, as text."""
+def json_chars(messages: Sequence[ChatMessage], tools: Sequence[Tool], arguments: JsonObject = NO_ARGUMENTS) -> int:
+    """About how long tools, calls and arguments of the template are, as text."""
     calls = [call.arguments for message in messages for call in message.tool_calls]
-    return len(json.dumps(calls)) + len(json.dumps([tool.for_template() for tool in tools]))
+    rest = [[tool.for_template() for tool in tools], dict(arguments)]
+    return len(json.dumps(calls)) + len(json.dumps(rest))
 
 
 def _mentions(source: str | None, name: str) -> bool:

@@ -16,8 +16,8 @@ Control tokens are the special tokens, except the one for unknown text, and othe
 source writes, except white space.
 A role is part of the template's grammar: control text in a role is refused.
 
-Tools and calls of them are marked text by text, keys of their JSON included. Templates write them as JSON, which leaves
-marks and control texts as they are; where one escapes them, the chat is refused.
+Tools, calls of them and arguments of the template are marked text by text, keys of their JSON included. Templates
+write them as JSON, which leaves marks and control texts as they are; where one escapes them, the chat is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from kvferry.errors import InvalidArgument
-from router.text.chat_template import FIELD, ChatMessage, ChatTemplate, Tool, ToolCall
+from router.text.chat_template import FIELD, NO_ARGUMENTS, ChatMessage, ChatTemplate, JsonObject, Tool, ToolCall
 
 # Unicode noncharacters: never assigned, not meant for interchange, in no vocabulary.
 OPEN, CLOSE, GUARD = "\ufdd0", "\ufdd1", "\ufdd2"
@@ -80,8 +80,8 @@ class ControlText:
         self._guard_id = guard_id
 
     def mark(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()
-    ) -> tuple[list[ChatMessage], list[Tool]] | None:
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = (), arguments: JsonObject = NO_ARGUMENTS
+    ) -> tuple[list[ChatMessage], list[Tool], JsonObject] | None:
         """The same with every control text of the caller between marks; None where there is none to mark.
 
         Raises InvalidArgument for control text in a role, and for control text beside the marks' own characters.
@@ -89,17 +89,20 @@ class ControlText:
         for index, message in enumerate(messages):
             if self._suspects(message.role) and self._spans(message.role):
                 raise InvalidArgument(FIELD, f"messages[{index}].role holds the text of a control token")
-        if not any(self._suspects(text) and self._spans(text) for _, text in _texts(messages, tools)):
+        if not any(self._suspects(text) and self._spans(text) for _, text in _texts(messages, tools, arguments)):
             return None
-        for place, text in _texts(messages, tools):
+        for place, text in _texts(messages, tools, arguments):
             if any(mark in text for mark in (OPEN, CLOSE, GUARD)):
                 raise InvalidArgument(FIELD, f"{place} holds a noncharacter (U+FDD0 to U+FDD2) beside control text")
-        return [_marked_message(m, self._mark) for m in messages], [_marked_tool(t, self._mark) for t in tools]
+        marked = {name: _mapped(value, self._mark) for name, value in arguments.items()}  # names are the template's own
+        return [_marked_message(m, self._mark) for m in messages], [_marked_tool(t, self._mark) for t in tools], marked
 
     def encode_marked(self, rendered: str) -> list[int]:
         """Ids of a chat rendered from marked messages."""
         if _ESCAPED_MARK.search(rendered):
-            raise InvalidArgument(FIELD, "a tool or a call holds control text that the chat template escapes")
+            raise InvalidArgument(
+                FIELD, "a tool, a call or an argument of the template holds control text that the chat template escapes"
+            )
         pieces = _MARKED.split(rendered)  # written, marked, written, marked …; None: a mark without its partner
         written = [self._guard_controls(piece) for piece in pieces[::2]]
         marked = [piece or "" for piece in pieces[1::2]]
@@ -146,7 +149,7 @@ class ControlText:
         return plain
 
 
-def _texts(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> Iterator[tuple[str, str]]:
+def _texts(messages: Sequence[ChatMessage], tools: Sequence[Tool], arguments: JsonObject) -> Iterator[tuple[str, str]]:
     """Every text of the caller that a template may write, but roles, and where it is."""
     for index, message in enumerate(messages):
         place = f"messages[{index}]"
@@ -159,6 +162,9 @@ def _texts(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> Iterator[t
     for index, tool in enumerate(tools):
         for text in (tool.name, tool.description or "", *_strings(tool.parameters)):
             yield f"tools[{index}]", text
+    for name, value in arguments.items():
+        for text in _strings(value):
+            yield f"template_arguments.{name}", text
 
 
 def _strings(value: object) -> Iterator[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from kvferry.errors import FailedPrecondition
 
 JsonObject = Mapping[str, object]
+GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +42,14 @@ class ModelFiles:
     @classmethod
     def read(cls, folder: Path) -> ModelFiles:
         """Raises FailedPrecondition for a file that is missing or broken."""
-        tokenizer_config = _read_object(folder / "tokenizer_config.json", required=False)
+        tokenizer_config = read_object(folder / "tokenizer_config.json", required=False)
         templates = _chat_templates(folder, tokenizer_config)
         return cls(
             folder=folder,
             tokenizer_json=_read_text(folder / "tokenizer.json"),
             tokenizer_config=tokenizer_config,
-            generation_config=_read_object(folder / "generation_config.json", required=False),
-            config=_read_object(folder / "config.json", required=True),
+            generation_config=read_object(folder / GENERATION_CONFIG, required=False),
+            config=read_object(folder / "config.json", required=True),
             chat_template=templates.get("default"),
             tool_template=templates.get("tool_use"),
         )
@@ -77,7 +78,7 @@ class ModelFiles:
     def eos_token_ids(self) -> tuple[int, ...]:
         """End-of-sequence ids of generation_config.json, else of config.json, else none."""
         for file, value in (
-            ("generation_config.json", self.generation_config.get("eos_token_id")),
+            (GENERATION_CONFIG, self.generation_config.get("eos_token_id")),
             ("config.json", self._model_value("eos_token_id")),
         ):
             if value is not None:
@@ -113,7 +114,8 @@ def _read_text(path: Path) -> str:
         raise FailedPrecondition(f"{path} cannot be read: {error}") from error
 
 
-def _read_object(path: Path, *, required: bool) -> JsonObject:
+def read_object(path: Path, *, required: bool) -> JsonObject:
+    """Object of a JSON file, empty for one that need not be there. Raises FailedPrecondition naming the file."""
     if not required and not path.exists():
         return {}
     try:

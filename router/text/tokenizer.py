@@ -21,7 +21,7 @@ from kvferry.errors import ContextExceeded, FailedPrecondition, InvalidArgument
 from kvferry.grammar import is_text
 from router.grammar_checker import GrammarChecker
 from router.text.chat_template import FIELD as CHAT_FIELD
-from router.text.chat_template import ChatMessage, ChatTemplate, Tool, json_chars
+from router.text.chat_template import NO_ARGUMENTS, ChatMessage, ChatTemplate, JsonObject, Tool, json_chars
 from router.text.control_text import ControlText
 from router.text.detokenizer import decode
 from router.text.encode_queue import EncodeQueue, T
@@ -117,10 +117,15 @@ class TextTokenizer:
         return ids if ids[: len(prefix)] == prefix else prefix + ids
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], *, tools: Sequence[Tool] = (), add_generation_prompt: bool = True
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Tool] = (),
+        arguments: JsonObject = NO_ARGUMENTS,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         """Ids of a chat. Raises InvalidArgument as `ChatTemplate.render` does, and for text that cannot be encoded."""
-        return self._guarded(CHAT_FIELD, lambda: self._encode_chat(messages, tools, add_generation_prompt))
+        return self._guarded(CHAT_FIELD, lambda: self._encode_chat(messages, tools, arguments, add_generation_prompt))
 
     async def encode_async(self, text: str, *, limits: PromptLimits, add_special_tokens: bool = True) -> list[int]:
         """`encode` off the event loop, after the cheap refusals. Raises also ResourceExhausted when too many wait."""
@@ -133,14 +138,18 @@ class TextTokenizer:
         *,
         limits: PromptLimits,
         tools: Sequence[Tool] = (),
+        arguments: JsonObject = NO_ARGUMENTS,
         add_generation_prompt: bool = True,
     ) -> list[int]:
         """`encode_chat` off the event loop, after the cheap refusals; see `encode_async`."""
         texts = [text for message in messages for text in (message.role, message.content)]
         self._check_length(CHAT_FIELD, texts, limits)
-        num_chars = sum(map(len, texts)) + MESSAGE_CHARS * len(messages) + json_chars(messages, tools)
+        num_chars = sum(map(len, texts)) + MESSAGE_CHARS * len(messages) + json_chars(messages, tools, arguments)
         return await self._run(
-            num_chars, lambda: self.encode_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+            num_chars,
+            lambda: self.encode_chat(
+                messages, tools=tools, arguments=arguments, add_generation_prompt=add_generation_prompt
+            ),
         )
 
     def bad_word_token_ids(self, word: str) -> tuple[tuple[int, ...], ...]:
@@ -175,11 +184,17 @@ class TextTokenizer:
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _encode_chat(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], add_generation_prompt: bool
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+        arguments: JsonObject,
+        add_generation_prompt: bool,
     ) -> list[int]:
-        marked = self._control.mark(messages, tools)
-        messages, tools = marked or (messages, tools)
-        rendered = self.chat_template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        marked = self._control.mark(messages, tools, arguments)
+        messages, tools, arguments = marked or (messages, tools, arguments)
+        rendered = self.chat_template.render(
+            messages, tools=tools, arguments=arguments, add_generation_prompt=add_generation_prompt
+        )
         return self._encode_plainly(rendered) if marked is None else self._control.encode_marked(rendered)
 
     def _guarded(self, field: str, job: Callable[[], list[int]]) -> list[int]:

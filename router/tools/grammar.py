@@ -17,19 +17,30 @@ MAX_CALLS = 32
 
 
 def required_calls(
-    form: ToolFormat, tools: Sequence[Tool], named_ids: Mapping[str, int], *, num_calls: int = MAX_CALLS
+    form: ToolFormat,
+    tools: Sequence[Tool],
+    named_ids: Mapping[str, int],
+    *,
+    num_calls: int = MAX_CALLS,
+    is_compact: bool = False,
 ) -> str:
-    """At least one call, at most `num_calls`, and nothing else."""
-    return "\n".join([f"start: {_calls(form, named_ids, num_calls)}", *_call_rules(form, tools)])
+    """At least one call, at most `num_calls`, and nothing else; arguments without white space where `is_compact`."""
+    return "\n".join([f"start: {_calls(form, named_ids, num_calls)}", *_call_rules(form, tools, is_compact)])
 
 
 def sure_calls(
-    form: ToolFormat, tools: Sequence[Tool], named_ids: Mapping[str, int], *, num_calls: int = MAX_CALLS
+    form: ToolFormat,
+    tools: Sequence[Tool],
+    named_ids: Mapping[str, int],
+    *,
+    num_calls: int = MAX_CALLS,
+    is_compact: bool = False,
 ) -> str:
     """Free text, in which every call is right; where `num_calls` is 1 nothing comes behind the first."""
     if not form.is_bare:
         tags = [
-            Tag(form.begin, form.opening + _head(form, tool), _arguments(tool), "}" + form.closing) for tool in tools
+            Tag(form.begin, form.opening + _head(form, tool), _arguments(tool, is_compact), "}" + form.closing)
+            for tool in tools
         ]
         return tag_grammar(tags, named_ids, at_most_one=num_calls == 1)
     rules = [
@@ -39,7 +50,7 @@ def sure_calls(
         f"trigger[lazy]: TEXT {json.dumps(form.begin)}",
         f"calls: {_calls(form, named_ids, num_calls)}",
     ]
-    return "\n".join([*rules, *_call_rules(form, tools)])
+    return "\n".join([*rules, *_call_rules(form, tools, is_compact)])
 
 
 def _calls(form: ToolFormat, named_ids: Mapping[str, int], num_calls: int) -> str:
@@ -48,10 +59,10 @@ def _calls(form: ToolFormat, named_ids: Mapping[str, int], num_calls: int) -> st
     return f"{opening} call {further} {closing}"
 
 
-def _call_rules(form: ToolFormat, tools: Sequence[Tool]) -> list[str]:
+def _call_rules(form: ToolFormat, tools: Sequence[Tool], is_compact: bool) -> list[str]:
     rules = [f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}"]
     for number, tool in enumerate(tools):
-        rules.append(f'call_{number}: {json.dumps(_head(form, tool))} {lark_json(_arguments(tool))} "}}"')
+        rules.append(f'call_{number}: {json.dumps(_head(form, tool))} {lark_json(_arguments(tool, is_compact))} "}}"')
     return rules
 
 
@@ -59,7 +70,7 @@ def _head(form: ToolFormat, tool: Tool) -> str:
     return f'{{"name": {json.dumps(tool.name)}, {json.dumps(form.arguments_key)}: '
 
 
-def _arguments(tool: Tool) -> dict[str, Any]:
+def _arguments(tool: Tool, is_compact: bool) -> dict[str, Any]:
     """Those of a function without parameters are none."""
     parameters = {"additionalProperties": False} if tool.parameters is None else tool.parameters
-    return schema_with_options({"type": "object", **parameters})
+    return schema_with_options({"type": "object", **parameters}, is_compact=is_compact)

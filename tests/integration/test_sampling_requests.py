@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -32,6 +33,8 @@ from tests.support.workers import core_of
 PROMPT = list(range(40, 62))
 NUM_TOKENS = 8
 TIMEOUT_S = 60.0
+WHITE_SPACE = [220, 197, 198]
+"""Ids of a space, a tab and a line break."""
 MODES = pytest.mark.parametrize("num_prefill", [1, 0])
 
 
@@ -282,3 +285,34 @@ async def test_the_best_candidates_and_beams_over_both_interfaces(config: Config
             assert answer.status_code == 200, answer.text
             found = [one["token_ids"] for one in answer.json()["choices"]]
             assert found == [one.token_ids for one in wanted.choices]
+
+
+async def test_json_has_little_white_space_however_much_the_model_likes_it(config: Config) -> None:
+    """R088: over both interfaces; by default, as the request says, and as the configuration says."""
+    schema = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 4, "maxItems": 4}
+    text_of: dict[str, Any] = {"max_tokens": 150}
+    bias = {token_id: 90.0 for token_id in WHITE_SPACE}
+    kinds: list[tuple[dict[str, Any], dict[str, Any], int]] = [
+        ({}, {}, 12),
+        ({"compact_json": True}, {"structured_outputs": {"disable_any_whitespace": True}}, 0),
+        ({"compact_json": False}, {"structured_outputs": {"disable_any_whitespace": False}}, 12),
+    ]
+    for is_compact in (False, True):
+        asked = config.replace("model", compact_json=is_compact)
+        async with running_deployment(asked) as deployment:
+            asker = Asker(deployment)
+            for fields, http_fields, most in kinds:
+                most = 0 if is_compact and not fields else most
+                whole = await asker.grpc(json_schema=json.dumps(schema), logit_bias=bias, **text_of, **fields)
+                formats = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+                http_bias = {str(token_id): value for token_id, value in bias.items()}
+                answer = await asker.http(response_format=formats, logit_bias=http_bias, **text_of, **http_fields)
+                (choice,) = answer.json()["choices"]
+                assert choice["text"] == whole.choices[0].text and choice["finish_reason"] == "stop"
+                assert len(json.loads(choice["text"])) == 4
+                gaps = [len(gap) for gap in re.findall(r"\s+", choice["text"])]
+                assert max(gaps, default=0) <= most and (len(gaps) >= 4) == (most > 0)
+            await asker.refused("compact_json: is only for", regex="a", compact_json=True)
+            await asker.refused_by_http(
+                "structured_outputs.disable_any_whitespace", structured_outputs={"disable_any_whitespace": True}
+            )

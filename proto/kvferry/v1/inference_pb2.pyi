@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stopping", "response", "tier", "tenant", "adapter", "session_id", "cache", "json_schema", "json_object", "regex", "choice", "grammar", "structural_tag", "beam_search", "truncate_prompt_tokens", "resume", "progress_timeout_s")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stopping", "response", "tier", "tenant", "adapter", "session_id", "cache", "json_schema", "json_object", "regex", "choice", "grammar", "structural_tag", "beam_search", "truncate_prompt_tokens", "resume", "progress_timeout_s", "compact_json")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class GenerateRequest(_message.Message):
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    COMPACT_JSON_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -55,7 +56,8 @@ class GenerateRequest(_message.Message):
     truncate_prompt_tokens: int
     resume: Resume
     progress_timeout_s: float
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., stopping: _Optional[_Union[StoppingOptions, _Mapping]] = ..., response: _Optional[_Union[ResponseOptions, _Mapping]] = ..., tier: _Optional[str] = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., session_id: _Optional[str] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., json_schema: _Optional[str] = ..., json_object: _Optional[bool] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[Choices, _Mapping]] = ..., grammar: _Optional[str] = ..., structural_tag: _Optional[str] = ..., beam_search: _Optional[_Union[BeamSearch, _Mapping]] = ..., truncate_prompt_tokens: _Optional[int] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., progress_timeout_s: _Optional[float] = ...) -> None: ...
+    compact_json: bool
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., stopping: _Optional[_Union[StoppingOptions, _Mapping]] = ..., response: _Optional[_Union[ResponseOptions, _Mapping]] = ..., tier: _Optional[str] = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., session_id: _Optional[str] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., json_schema: _Optional[str] = ..., json_object: _Optional[bool] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[Choices, _Mapping]] = ..., grammar: _Optional[str] = ..., structural_tag: _Optional[str] = ..., beam_search: _Optional[_Union[BeamSearch, _Mapping]] = ..., truncate_prompt_tokens: _Optional[int] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., progress_timeout_s: _Optional[float] = ..., compact_json: _Optional[bool] = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("prompt_digest", "choices", "server_request_id", "num_prompt_logprobs")
@@ -82,14 +84,16 @@ class ResumedChoice(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_text_chars: _Optional[int] = ..., finish: _Optional[_Union[_types_pb2.Finish, _Mapping]] = ...) -> None: ...
 
 class Chat(_message.Message):
-    __slots__ = ("messages", "add_generation_prompt", "tools")
+    __slots__ = ("messages", "add_generation_prompt", "tools", "template_arguments")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOOLS_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     add_generation_prompt: bool
     tools: _containers.RepeatedCompositeFieldContainer[Tool]
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., add_generation_prompt: _Optional[bool] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ...) -> None: ...
+    template_arguments: str
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., add_generation_prompt: _Optional[bool] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., template_arguments: _Optional[str] = ...) -> None: ...
 
 class Tool(_message.Message):
     __slots__ = ("name", "description", "parameters")
@@ -363,12 +367,18 @@ class GetCapabilitiesRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class GetCapabilitiesResponse(_message.Message):
-    __slots__ = ("capabilities", "models")
+    __slots__ = ("capabilities", "models", "compact_json", "default_sampling", "default_max_tokens")
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
+    COMPACT_JSON_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     capabilities: _types_pb2.Capabilities
     models: _containers.RepeatedCompositeFieldContainer[ServedModel]
-    def __init__(self, capabilities: _Optional[_Union[_types_pb2.Capabilities, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ServedModel, _Mapping]]] = ...) -> None: ...
+    compact_json: bool
+    default_sampling: SamplingOptions
+    default_max_tokens: int
+    def __init__(self, capabilities: _Optional[_Union[_types_pb2.Capabilities, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ServedModel, _Mapping]]] = ..., compact_json: _Optional[bool] = ..., default_sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., default_max_tokens: _Optional[int] = ...) -> None: ...
 
 class ServedModel(_message.Message):
     __slots__ = ("name", "aliases", "is_ready")

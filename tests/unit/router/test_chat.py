@@ -43,6 +43,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"tools": [{"name": "a", "parameters": json.dumps({"a": "x" * MAX_TOOL_BYTES})}]},
         r"tools\[0\]\.parameters: has 65545 bytes; at most 65536",
     ),
+    ({"template_arguments": "{"}, "template_arguments: is not JSON"),
+    ({"template_arguments": "[]"}, "template_arguments: must be an object in JSON, is a list"),
+    ({"template_arguments": '{"a":Infinity}'}, "template_arguments: is not JSON"),
+    ({"template_arguments": DEEP}, "template_arguments: is nested deeper than 64"),
+    (
+        {"template_arguments": json.dumps({"a": "x" * MAX_TOOL_BYTES})},
+        "template_arguments: has 65545 bytes; at most 65536",
+    ),
     ({"messages": [{"role": "a", "tool_calls": [{"name": "a b"}]}]}, r"messages\[0\]\.tool_calls\[0\]\.name"),
     (
         {"messages": [USER, {"role": "a", "tool_calls": [{"name": "a", "arguments": "1"}]}]},

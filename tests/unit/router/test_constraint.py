@@ -60,7 +60,16 @@ async def matches(grammars: Grammars, message: pb.GenerateRequest, text: str) ->
         (
             {"json_schema": PERSON},
             ['{"b":"x"}', '{ "b" : "x",\n  "a": -7 }', '{"b": "\\n é"}'],
-            ["{}", '{"a":1,"b":"x"}', '{"b":1}', ' {"b":"x"}', '{"b":"x"} ', "{" + 33 * " " + '"b":"x"}'],
+            [
+                "{}",
+                '{"a":1,"b":"x"}',
+                '{"b":1}',
+                ' {"b":"x"}',
+                '{"b":"x"} ',
+                '{  "b":"x"}',
+                '{\n\n\n"b":"x"}',
+                "{\n" + 9 * " " + '"b":"x"}',
+            ],
         ),
         ({"json_schema": "{}"}, ["1", "[]", '{"a":[null,true]}'], ["", "tru"]),
         ({"json_schema": "true"}, ['"x"'], ["x"]),
@@ -88,6 +97,50 @@ async def test_every_kind_means_what_it_says(
         assert await matches(grammars, message, text), text
     for text in wrong:
         assert not await matches(grammars, message, text), text
+
+
+@pytest.mark.parametrize("indent", [None, 0, 2, 4, "\t", 16, " \n"])
+async def test_json_may_be_written_as_models_do_or_in_one_way_alone(
+    grammars: Grammars, indent: int | str | None
+) -> None:
+    """White space between two parts is a space or an indented line: no model can spend its tokens on more."""
+    value = {"b": "x y", "a": 1, "c": [1, {"d": [True, "  "]}]}
+    text = json.dumps(value, indent=indent)
+    is_right = indent not in (4, 16, " \n")  # of 4 the third level is indented too far
+    kinds: tuple[tuple[dict[str, object], tuple[str, str]], ...] = (
+        ({"json_schema": "{}"}, ("", "")),
+        (tag(), ("a", "b")),
+    )
+    for fields, (begin, end) in kinds:
+        whole = begin + text + end
+        compact = begin + json.dumps(value, separators=(",", ":")) + end
+        message = pb.GenerateRequest(**fields)  # type: ignore[arg-type]
+        assert await matches(grammars, message, whole) is is_right
+        assert await matches(grammars, message, compact)
+        message.compact_json = True
+        assert not await matches(grammars, message, whole)
+        assert await matches(grammars, message, compact)
+
+
+async def test_the_default_of_compact_json_yields_to_the_request(grammars: Grammars) -> None:
+    message = pb.GenerateRequest(json_schema=PERSON)
+    unset = constraint_of(message, compact_json=True)
+    message.compact_json = False
+    said = constraint_of(message, compact_json=True)
+    assert unset is not None and said is not None and (unset.is_compact, said.is_compact) == (True, False)
+    for fields in (
+        {},
+        {"regex": "a"},
+        {"choice": {"choices": ["a"]}},
+        {"grammar": 'start: "a"'},
+        {"json_object": False},
+    ):
+        message = pb.GenerateRequest(compact_json=True, **fields)
+        with pytest.raises(InvalidArgument, match="compact_json: is only for json_schema, json_object, structural_tag"):
+            constraint_of(message)
+        message.compact_json = False
+        constraint = constraint_of(message, compact_json=True)
+        assert constraint is None or not constraint.is_compact
 
 
 BAD: list[tuple[dict[str, object], str]] = [

@@ -79,6 +79,7 @@ FULL_VALUES: dict[str, object] = {
     "choice": {"choices": ["a"]},
     "grammar": "g",
     "structural_tag": '{"structures":[{"begin":"a","schema":{},"end":"b"}],"triggers":["a"]}',
+    "compact_json": True,
     "beam_search": {"width": 2},
     "truncate_prompt_tokens": 3,
     "resume": {"prompt_digest": b"d"},
@@ -137,6 +138,8 @@ def message_with(name: str) -> pb.GenerateRequest:
     base: dict[str, object] = {} if name in prompts else {"text": "hello"}
     if name == "resume":  # refused without what Started told
         base |= {"sampling": {"seed": 9}, "stopping": {"max_tokens": 5}}
+    if name == "compact_json":
+        base |= {"json_object": True}
     return pb.GenerateRequest(**base, **({section: value} if section else value))  # type: ignore[arg-type]
 
 
