@@ -261,6 +261,11 @@ def _request(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
     )
 
 
+def is_request_id(value: str) -> bool:
+    """Whether a caller's id may be told, logged and taken by Abort."""
+    return bool(value) and value.isprintable() and len(value) <= MAX_REQUEST_ID_CHARS
+
+
 def heartbeat_interval_s(message: pb.GenerateRequest) -> float | None:
     """How long the response may be silent; None for as long as it likes. Raises InvalidArgument."""
     if not message.HasField("progress_timeout_s"):

@@ -25,6 +25,7 @@ from router.openai.generation import chat, complete
 from router.openai.models import list_models, show_model
 from router.openai.openapi import PAGE_PATH, PATH, openapi, page
 from router.openai.tokens import detokenize, tokenize
+from router.request_log import FailedCall, log_failed_call
 from router.serving import Serving
 
 NO_METHOD = 405
@@ -49,7 +50,8 @@ def add_routes(app: FastAPI, serving: Serving, calls: CallsInFlight, registry: C
     admission = Admission(serving.parts.config.router.max_queue)
     parts = EndpointParts(serving, admission, calls, responses, started_s=int(time.time()))
     for method, path, handler in ROUTES:
-        app.router.routes.append(Route(path, Endpoint(parts, path, handler), methods=[method]))
+        endpoint = Endpoint(parts, path.replace(":path", ""), handler)  # as the description has it
+        app.router.routes.append(Route(path, endpoint, methods=[method]))
     _add_description(app)
     app.add_exception_handler(HTTPException, _no_such_route)
 
@@ -74,5 +76,7 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = NoSuchMethod if error.status_code == NO_METHOD else NoSuchRoute
     told = kind(f"there is no {request.method} {request.url.path} here")
-    headers = {**(error.headers or {}), REQUEST_ID: request_id(Headers(scope=request.scope))}
-    return JSONResponse(error_json(told), status_code=answer_of(told).status, headers=headers)
+    answer, named = answer_of(told), request_id(Headers(scope=request.scope))
+    log_failed_call(FailedCall(named, request.method, "", answer.status, answer.code), told)
+    headers = {**(error.headers or {}), REQUEST_ID: named}
+    return JSONResponse(error_json(told), status_code=answer.status, headers=headers)

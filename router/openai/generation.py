@@ -78,11 +78,11 @@ async def _run(call: Call, messages: Sequence[pb.GenerateRequest], prompt: int, 
     write = partial(writer.write, prompt)
     try:
         if len(messages) == 1:
-            await serving.generate(message, call.metadata, write)
+            await serving.generate(message, call.metadata, write, route=call.route)
             return
         with serving.parts.telemetry.span(SpanNames.PROMPT) as span:
             attach(set_span_in_context(span))  # ends with the task
-            await serving.generate(message, call.metadata, write)
+            await serving.generate(message, call.metadata, write, route=call.route)
     except InvalidArgument as error:
         if error.field == PROMPT_FIELD and message.HasField("chat"):
             raise type(error)("messages", error.message.removeprefix(f"{PROMPT_FIELD}: ")) from error
