@@ -6,6 +6,7 @@ validate ─► `constraint_of`, cheap checks ─► `checked_grammar`, off the 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ MAX_STRUCTURES = 128
 WHITESPACE = r"[ \t\r\n]{1,32}"
 """Between two parts of JSON: whatever a model writes by habit, and an end to a model that writes nothing else."""
 EXTENSION_KEY = "x-guidance"
+ADVICE = re.compile(r"\.? Enable '\w+' option.*", re.DOTALL)
+"""The library's, which no caller can follow."""
 
 CONSTRAINT_FIELDS = ("json_schema", "json_object", "regex", "choice", "grammar", "structural_tag")
 
@@ -80,7 +83,7 @@ async def checked_grammar(
         grammar = await grammars.run(lambda: _grammar(constraint, named_ids or {}))
         await grammars.compiled(grammar, eos_token_ids)
     except GrammarRefused as error:
-        raise InvalidArgument(constraint.field, str(error)) from error
+        raise InvalidArgument(constraint.field, ADVICE.sub("", str(error))) from error
     return grammar
 
 

@@ -18,11 +18,11 @@ from prometheus_client import Counter
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from kvferry.errors import Cancelled, Internal, InvalidArgument, KvferryError
+from kvferry.errors import Cancelled, Internal, InvalidArgument, KvferryError, Unauthenticated
 from kvferry.rpc.server import PROPAGATOR, CallsInFlight
 from kvferry.telemetry import Attributes, mark_error
 from router.admission import Admission
-from router.openai.errors import answer_of, error_headers, error_json
+from router.openai.errors import answer_of, error_headers, error_json, in_headers
 from router.openai.exchange import REQUEST_ID, ClientGone, Exchange
 from router.request_log import FailedCall, log_failed_call
 from router.serving import Serving
@@ -127,7 +127,10 @@ class Endpoint:
         serving = self._parts.serving
         if given_id and not is_request_id(given_id):
             raise InvalidArgument(REQUEST_ID, f"is not printable text of at most {MAX_REQUEST_ID_CHARS} characters")
-        serving.tenant(tuple(exchange.headers.items()))
+        try:
+            serving.tenant(tuple(exchange.headers.items()))
+        except Unauthenticated as error:
+            raise Unauthenticated(in_headers(error.message)) from error
         serving.check_open()
         with self._parts.admission.admit():
             work = asyncio.create_task(self._handler(Call(serving, exchange, self._route, span, self._parts.started_s)))

@@ -6,6 +6,7 @@ Limits on values are `router/validation.py`'s, which knows the model; here is on
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
@@ -88,6 +89,17 @@ class GenerationFields(ConstraintFields):
     def includes_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def names(self, prompt: int = 0) -> Mapping[str, str]:
+        """What fields of the GenerateRequest of this prompt are called in this body, where that depends on it."""
+        del prompt
+        is_key = not self.session_id and bool(self.prompt_cache_key)
+        session = {"session_id": "prompt_cache_key"} if is_key else {}
+        return {
+            **self.constraint_names,
+            **session,
+            **({} if self.best_of is None else {"beam_search.width": "best_of"}),
+        }
 
     def requests(self, label: str) -> tuple[pb.GenerateRequest, ...]:
         """What the body asks for, one for each prompt, as gRPC's clients send it; `label` unless the body has one.

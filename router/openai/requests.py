@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -43,6 +43,14 @@ class CompletionBody(GenerationFields):
                 common.response.prompt_logprobs = self.logprobs
                 common.response.prompt_token_ids = True
         return tuple(_with_prompt(common, prompt) for prompt in self._prompts())
+
+    def names(self, prompt: int = 0) -> Mapping[str, str]:
+        """With the place of the prompt among several."""
+        names = super().names(prompt)
+        if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
+            return names
+        place = f"prompt[{prompt}]"
+        return {**names, "prompt": place, "prompt.text": place, "prompt.token_ids": place}
 
     def _prompts(self) -> Sequence[str | Ids]:
         if isinstance(self.prompt, str):
@@ -142,6 +150,15 @@ class ChatBody(GenerationFields, ToolFields):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidArgument("top_logprobs", "is only for logprobs: true")
         return self
+
+    def names(self, prompt: int = 0) -> Mapping[str, str]:
+        """With what chats alone have another name for."""
+        names = {**super().names(prompt), "prompt": "messages"}
+        if self.top_logprobs is not None:
+            names["response.logprobs"] = "top_logprobs"
+        if self.max_tokens is None and self.max_completion_tokens is not None:
+            names["stopping.max_tokens"] = "max_completion_tokens"
+        return names
 
     def requests(self, label: str) -> tuple[pb.GenerateRequest, ...]:
         """The one there is."""

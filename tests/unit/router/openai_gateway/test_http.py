@@ -165,7 +165,7 @@ async def test_every_field_with_odd_values_is_served_or_a_bad_request(
         ("/v1/completions", "logit_bias", {str(key): 1 for key in range(5000)}, "body"),
         ("/v1/completions", "stream_options", {"include_usage": True}, "stream_options"),
         ("/v1/completions", "length_penalty", 1.0, "length_penalty"),
-        ("/v1/completions", "response_format", {"type": "json_schema"}, "response_format"),
+        ("/v1/completions", "response_format", {"type": "json_schema"}, "response_format.json_schema"),
         ("/v1/completions", "unknown", None, "unknown"),
         ("/v1/completions", "request_id", "a\nb", "request_id"),
         ("/v1/completions", "user", "a" * 257, "user"),
