@@ -450,8 +450,10 @@ def _adapter(name: str, limits: Limits) -> str:
 def _tenant(named: str, tenant: str) -> str:
     if named and named != tenant:
         if not tenant:
-            raise PermissionDenied(f"tenant: this router has no tenants, so nothing is {named!r}'s", field="tenant")
-        raise PermissionDenied(f"tenant: this API key is tenant {tenant!r}'s, not {named!r}'s", field="tenant")
+            raise PermissionDenied(
+                f"tenant: this router has no tenants; leave it unset, not {named!r:.80}", field="tenant"
+            )
+        raise PermissionDenied(f"tenant: this API key is of tenant {tenant!r}, not of {named!r:.80}", field="tenant")
     return tenant
 
 

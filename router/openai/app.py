@@ -11,10 +11,11 @@ import time
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CollectorRegistry, Counter
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.rpc.server import CallsInFlight
 from router.admission import Admission
@@ -54,6 +55,25 @@ def add_routes(app: FastAPI, serving: Serving, calls: CallsInFlight, registry: C
         app.router.routes.append(Route(path, endpoint, methods=[method]))
     _add_description(app)
     app.add_exception_handler(HTTPException, _no_such_route)
+    app.router.redirect_slashes = False  # a path with a slash too many is 404, as any that is not there
+    app.add_middleware(_Named)
+
+
+class _Named:
+    """Tells `x-request-id` in responses that do not yet: probes, metrics, the description."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                if REQUEST_ID not in headers:
+                    headers[REQUEST_ID] = request_id(Headers(scope=scope))
+            await send(message)
+
+        await self._app(scope, receive, send_named)
 
 
 def _add_description(app: FastAPI) -> None:

@@ -23,7 +23,7 @@ from router.openai.errors import told_in_http
 from router.openai.exchange import SESSION_ID
 from router.openai.fields import GenerationFields
 from router.openai.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
-from router.openai.requests import ChatBody, CompletionBody
+from router.openai.requests import ChatBody, CompletionBody, fit_roles
 from router.openai.responses import Form, Logprobs, ResponseText
 from router.openai.tools import Calling
 from router.openai.writers import EventWriter, WholeWriter, Writer
@@ -43,6 +43,7 @@ async def chat(call: Call) -> None:
     body = parse(ChatBody, await call.body())
     (message,) = body.requests(call.exchange.request_id)
     model = _model(call, message)
+    fit_roles(message.chat, model.tokenizer.chat_template)
     with told_in_http(body.names()):
         calling = body.calling(message, model)
     await _generate(call, body, (message,), _form(body, message, model, is_chat=True, calling=calling))

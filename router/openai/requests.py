@@ -13,9 +13,11 @@ from proto.kvferry.v1 import types_pb2
 from router.openai.body import AtFirstFault, Body, Ids, Strings, UInt
 from router.openai.fields import GenerationFields
 from router.openai.tools import BodyToolCall, ToolBody, ToolFields
+from router.text.chat_template import ChatTemplate
 
 MAX_PROMPTS = 128
 """Prompts of one call: each is a request of its own, admitted like any other."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's, of completions alone."""
 
@@ -132,6 +134,21 @@ def chat_of(
     turns = [message.to_pb(f"messages[{index}]") for index, message in enumerate(messages)]
     offered = [tool.to_pb() for tool in tools or ()]
     return pb.Chat(messages=turns, add_generation_prompt=add_generation_prompt, tools=offered)
+
+
+def fit_roles(chat: pb.Chat, template: ChatTemplate) -> None:
+    """Makes `developer` `system` where the template does not name it. Raises InvalidArgument for an unknown role."""
+    for index, turn in enumerate(chat.messages):
+        if template.names_role(turn.role):
+            continue
+        if turn.role not in ROLES:
+            known = ", ".join(ROLES)
+            raise InvalidArgument(
+                f"messages[{index}].role",
+                f"{turn.role!r:.80} is none of {known}, and the chat template does not name it",
+            )
+        if turn.role == "developer":
+            turn.role = "system"
 
 
 class ChatBody(GenerationFields, ToolFields):

@@ -339,6 +339,33 @@ async def test_the_description_needs_no_key_and_tokens_are_counted_by_tenant(sta
         assert f'kvferry_tokens_total{{kind="output",tenant="{name}"}} {num_output}.0' in shown
 
 
+async def test_every_response_of_the_port_has_an_id(http: httpx.AsyncClient) -> None:
+    for path in ("/live", "/health", "/metrics", "/openapi.json", "/docs", "/v1/models", "/nowhere"):
+        assert (await http.get(path)).headers["x-request-id"] not in ("", "mine"), path
+        ids = (await http.get(path, headers={"x-request-id": "mine"})).headers.get_list("x-request-id")
+        assert ids == ["mine"], path
+    slash = await http.post("/v1/chat/completions/", json=CHAT)
+    assert fault_in(slash, 404)["code"] == "unknown_url"
+
+
+async def test_roles_are_those_that_are_known(http: httpx.AsyncClient, gateway: Gateway) -> None:
+    """A role that no template knows would be written into the prompt by some and left out by others."""
+
+    async def prompt_of(role: str) -> list[int]:
+        messages = [{"role": role, "content": "a"}, *CHAT["messages"]]
+        told: list[int] = (await http.post("/tokenize", json={"messages": messages})).json()["tokens"]
+        assert (await http.post("/v1/chat/completions", json={**CHAT, "messages": messages})).status_code == 200
+        assert list(gateway.network.calls_of("prefill")[-1].spec.token_ids) == told
+        return told
+
+    assert await prompt_of("developer") == await prompt_of("system") != await prompt_of("user")
+    messages = [*CHAT["messages"], {"role": "nobody", "content": "a"}]
+    for path, body in (("/v1/chat/completions", CHAT), ("/tokenize", {})):
+        error = fault_in(await http.post(path, json={**body, "messages": messages}))
+        assert error["param"] == "messages[1].role"
+        assert "'nobody' is none of system, developer, user, assistant, tool" in error["message"]
+
+
 # --- models and text ---
 
 

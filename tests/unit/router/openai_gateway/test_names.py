@@ -8,12 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
-from google.protobuf.descriptor import Descriptor
 
 from kvferry.config import TenantConfig
+from kvferry.errors import InvalidArgument
 from proto.kvferry.v1 import inference_pb2 as pb
 from router.openai.errors import public_field
-from router.openai.requests import ChatBody, CompletionBody
+from router.openai.requests import ChatBody, CompletionBody, fit_roles
+from router.text.chat_template import ChatTemplate
 from tests.unit.router.openai_gateway.conftest import Gateway, StartGateway
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -39,7 +40,7 @@ def called(name: str, arguments: str) -> list[dict[str, Any]]:
     return [{"role": "assistant", "tool_calls": [call]}]
 
 
-OF_BOTH = (
+OF_BOTH: tuple[tuple[dict[str, Any], str], ...] = (
     ({"temperature": -1}, "temperature"),
     ({"top_p": 2}, "top_p"),
     ({"min_p": 2}, "min_p"),
@@ -142,7 +143,7 @@ def test_every_field_of_grpc_has_a_name_here() -> None:
     assert names - here == NOT_REACHED | MADE_HERE | CONSTRAINTS
 
 
-def _paths(message: Descriptor, prefix: str = "") -> Iterator[str]:
+def _paths(message: Any, prefix: str = "") -> Iterator[str]:
     for field in message.fields:
         path = prefix + field.name
         if path in ("sampling", "stopping", "response", "cache", "beam_search"):
@@ -182,3 +183,13 @@ async def test_a_missing_key_is_asked_for_as_a_header(start_gateway: StartGatewa
     async with start_gateway(tenants=tenants) as gateway:
         error = await refused(gateway, "/v1/completions", COMPLETION, 401)
         assert error["message"] == "an API key is needed: send the header `authorization: Bearer KEY`"
+
+
+def test_a_role_that_the_template_names_is_left_as_it_is() -> None:
+    template = ChatTemplate("{% if m.role == 'developer' or m.role == \"ipython\" %}nobody{% endif %}", {})
+    roles = ["developer", "ipython", "user"]
+    chat = pb.Chat(messages=[pb.ChatMessage(role=role, content="a") for role in roles])
+    fit_roles(chat, template)
+    assert [turn.role for turn in chat.messages] == roles
+    with pytest.raises(InvalidArgument, match=r"messages\[0\]\.role"):
+        fit_roles(pb.Chat(messages=[pb.ChatMessage(role="nobody")]), template)
