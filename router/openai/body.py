@@ -36,6 +36,13 @@ Ids = Annotated[tuple[UInt, ...], AtFirstFault()]
 Strings = Annotated[tuple[str, ...], AtFirstFault()]
 
 
+def told(words: str = "", *, default: object = None, least: float | None = None, most: float | None = None) -> Any:
+    """A field that may be absent, described: what its default and range come to, which others check."""
+    known: dict[str, Any] = {"default": default, "minimum": least, "maximum": most}
+    extra = {name: value for name, value in known.items() if value is not None}
+    return Field(default=None, description=words or None, json_schema_extra=extra)
+
+
 class Body(BaseModel):
     """A JSON object."""
 

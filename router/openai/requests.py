@@ -10,9 +10,10 @@ from pydantic import Field, model_validator
 from kvferry.errors import InvalidArgument, UnsupportedField
 from proto.kvferry.v1 import inference_pb2 as pb
 from proto.kvferry.v1 import types_pb2
-from router.openai.body import AtFirstFault, Body, Ids, Strings, UInt
+from router.openai.body import AtFirstFault, Body, Ids, Strings, UInt, told
 from router.openai.fields import GenerationFields
 from router.openai.tools import BodyToolCall, ToolBody, ToolFields
+from router.response_parts import MAX_LOGPROBS
 from router.text.chat_template import ChatTemplate
 
 MAX_PROMPTS = 128
@@ -26,7 +27,8 @@ class CompletionBody(GenerationFields):
     """`/v1/completions`."""
 
     prompt: str | Ids | Strings | Annotated[tuple[Ids, ...], AtFirstFault()]
-    logprobs: UInt | None = None
+    max_tokens: UInt | None = told("Most output tokens.", default=DEFAULT_COMPLETION_TOKENS, least=1)
+    logprobs: UInt | None = told("Alternatives a token.", least=0, most=MAX_LOGPROBS)
     echo: bool | None = None
     suffix: str | None = None
 
@@ -156,9 +158,9 @@ class ChatBody(GenerationFields, ToolFields):
 
     messages: ChatMessages
     add_generation_prompt: bool | None = None
-    max_completion_tokens: UInt | None = None
+    max_completion_tokens: UInt | None = told("OpenAI's newer name of max_tokens.", least=1)
     logprobs: bool | None = None
-    top_logprobs: UInt | None = None
+    top_logprobs: UInt | None = told("Alternatives a token, with logprobs.", default=0, least=0, most=MAX_LOGPROBS)
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
