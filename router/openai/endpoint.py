@@ -93,6 +93,7 @@ class Endpoint:
         given = headers.get(REQUEST_ID, "")
         exchange = Exchange(scope, receive, send)
         span = self._start_span(scope["method"], headers)
+        span.set_attribute(Attributes.REQUEST_ID, exchange.request_id)
         attach(set_span_in_context(span))  # ends with the task
         try:
             await self._answer(exchange, given, span)

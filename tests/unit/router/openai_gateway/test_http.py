@@ -454,6 +454,12 @@ async def test_the_callers_trace_is_continued_to_the_workers(http: httpx.AsyncCl
     assert attributes[Attributes.END_USER_ID] == "someone"
 
 
+async def test_the_span_of_a_refused_call_has_its_id(http: httpx.AsyncClient, gateway: Gateway) -> None:
+    await http.post("/v1/completions", json={**COMPLETION, "unheard": 1}, headers={"x-request-id": "mine"})
+    (span,) = await spans_of(gateway)
+    assert (span.attributes or {})[Attributes.REQUEST_ID] == "mine"
+
+
 async def test_prompts_of_one_call_have_a_span_each(http: httpx.AsyncClient, gateway: Gateway) -> None:
     await http.post("/v1/completions", json={**COMPLETION, "prompt": ["A", "B"]})
     spans = await spans_of(gateway)
