@@ -91,7 +91,7 @@ class Authenticator:
             return caller.name
         if not caller.is_admin:
             raise PermissionDenied(
-                f"tenant: only an administrator may name another tenant; this API key is tenant {caller.name!r}'s",
+                f"tenant: only an administrator may name another tenant; this API key is of tenant {caller.name!r}",
                 field="tenant",
             )
         if named not in self._names:

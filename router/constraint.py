@@ -28,6 +28,8 @@ LARGEST_NUMBER = 1 << 53
 """The library takes numbers as floats: a larger one might be another."""
 ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comment"})
 """Keywords that say nothing about the output."""
+ADVICE = re.compile(r"\.? Enable '\w+' option.*", re.DOTALL)
+"""The library's, which no caller can follow."""
 
 EMBEDDED_SCHEMA = re.compile(r"%json\s*")
 
@@ -104,7 +106,7 @@ async def checked_grammar(
         grammar = await grammars.run(lambda: _grammar(constraint, named_ids or {}))
         await grammars.compiled(grammar, eos_token_ids)
     except GrammarRefused as error:
-        raise InvalidArgument(constraint.field, str(error)) from error
+        raise InvalidArgument(constraint.field, ADVICE.sub("", str(error))) from error
     return grammar
 
 

@@ -7,14 +7,16 @@ import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Self
+from typing import Any, Self
 
 import uvicorn
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvferry.errors import FailedPrecondition
+from kvferry.telemetry import log_event
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +26,10 @@ CLOSE_TIMEOUT_S = 2.0
 KEEP_ALIVE_S = 75
 """How long an idle connection stays: longer than clients keep theirs (the OpenAI package 5 s, proxies often 60), which
 would else send a request into one that is being closed."""
+
+
+UVICORNS_NOT_HTTP = "Invalid HTTP request received."
+NOT_HTTP = "this is no HTTP/1.1; this port is router.http_listen, gRPC is on router.grpc_listen"
 
 
 def make_app(registry: CollectorRegistry, why_not_ready: Callable[[], Sequence[str]]) -> FastAPI:
@@ -46,6 +52,31 @@ def make_app(registry: CollectorRegistry, why_not_ready: Callable[[], Sequence[s
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     return app
+
+
+class _Protocol(H11Protocol):
+    """Tells of bytes that are no HTTP in a structured line: a gRPC client at this port, as a rule."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.logger = _Quiet(self.logger)
+
+    def send_400_response(self, msg: str) -> None:
+        """As the library's, with its reason to both sides."""
+        peer = ":".join(map(str, self.client or ()))
+        log_event(logger, "not_http", level=logging.WARNING, peer=peer, status=400, message=NOT_HTTP)
+        super().send_400_response(NOT_HTTP)
+
+
+class _Quiet(logging.Logger):
+    """The library's logger without its own line for what `_Protocol` tells."""
+
+    def __init__(self, parent: logging.Logger) -> None:
+        super().__init__(parent.name, parent.getEffectiveLevel())
+        self.parent = parent
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.msg != UVICORNS_NOT_HTTP
 
 
 class _Server(uvicorn.Server):
@@ -73,6 +104,7 @@ class HttpServer:
         self.url = f"http://{host}:{port}"
         config = uvicorn.Config(
             self._app,
+            http=_Protocol,
             lifespan="off",
             log_config=None,
             access_log=False,

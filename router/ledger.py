@@ -18,6 +18,7 @@ class RequestLedger:
         worker_queue_s, prefill_s, num_cached_tokens: of the attempt that made the first token of all choices.
         ship_s, num_blocks_shipped, num_blocks_reused, shipped_bytes: over all attempts.
         num_overshoot_tokens: tokens computed after a stop string was complete.
+        workers: names of those that were chosen, each once, in their order.
     """
 
     received_at_s: float = field(default_factory=time.monotonic)
@@ -32,6 +33,7 @@ class RequestLedger:
     shipped_bytes: int = 0
     num_attempts: int = 0
     num_overshoot_tokens: int = 0
+    workers: dict[str, None] = field(default_factory=dict)
     has_prefill_figures: bool = False
     first_token_at_s: float | None = None
     last_token_at_s: float | None = None

@@ -277,6 +277,7 @@ class LifecycleRun:
 
     def _chosen(self, pair: Pair) -> None:
         self._pair = pair
+        self._ledger.workers.update((worker.name, None) for worker in (pair.prefill, pair.decode) if worker is not None)
         is_move = pair.prefill is not None and pair.prefill.role is Role.DECODE
         self._spans.chosen(moved_from=pair.prefill.name if pair.prefill is not None and is_move else None)
         self._ledger.router_queue_s += time.monotonic() - self._queued_at_s

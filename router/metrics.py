@@ -62,8 +62,9 @@ class RequestRecord:
     """What the metrics need to know of one request; its handler fills it in.
 
     Attributes:
-        request_id: made by the router; empty while the request is not accepted.
-        label: the caller's.
+        request_id: made by the router.
+        label: the caller's; over HTTP the call's id, unless the body has one.
+        route: what was called: the rpc's name, or the path of HTTP.
         tenant: whose request it is; empty where no tenants are configured, and for a caller who is none.
         phase: where the request was when it ended.
         num_output_tokens: over all choices and candidates.
@@ -77,6 +78,7 @@ class RequestRecord:
     tier: str = ""
     request_id: str = ""
     label: str = ""
+    route: str = ""
     phase: str = REFUSED_PHASE
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0

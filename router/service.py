@@ -22,6 +22,10 @@ LONGEST_DEADLINE_S = 10 * 365 * 86400.0
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
 
+GENERATE = f"{SERVICE_NAME}/Generate"
+"""The rpc, for the log."""
+
+
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """Serves clients."""
 
@@ -32,7 +36,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: pb.GenerateRequest, context: ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
     ) -> None:
         deadline_s = _deadline_s(context.time_remaining())
-        await self._serving.generate(request, context.invocation_metadata(), context.write, deadline_s)
+        await self._serving.generate(request, context.invocation_metadata(), context.write, deadline_s, route=GENERATE)
 
     async def Abort(
         self, request: pb.AbortRequest, context: ServicerContext[pb.AbortRequest, pb.AbortResponse]

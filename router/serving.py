@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from opentelemetry import trace
 
 from kvferry.config import Config
-from kvferry.errors import Cancelled, DeadlineExceeded, Internal, KvferryError, RouterDraining
+from kvferry.errors import Cancelled, DeadlineExceeded, Internal, KvferryError, RouterDraining, Unauthenticated
 from kvferry.telemetry import Attributes, SpanNames, Telemetry, context_of
 from proto.kvferry.v1 import inference_pb2 as pb
 from router.admission import Admission
@@ -39,7 +39,7 @@ from router.resume import check_prompt, check_prompt_logprobs
 from router.text.echo import EchoedPrompt
 from router.text.tokenizer import TextTokenizer
 from router.tracing import describe_outcome, describe_request
-from router.validation import SEED_LIMIT, Limits, TextPrompt, fit, heartbeat_interval_s, validate
+from router.validation import SEED_LIMIT, Limits, TextPrompt, fit, heartbeat_interval_s, is_request_id, validate
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,13 @@ class Serving:
         """Whose call carries this metadata, or these headers; raises Unauthenticated."""
         return self._authenticator.tenant(metadata)
 
+    def tenant_name(self, metadata: Metadata | None) -> str:
+        """Whose call carries this metadata, for the log; empty where that is nobody."""
+        try:
+            return self.tenant(metadata).name
+        except Unauthenticated:
+            return ""
+
     def answering(self, metadata: Metadata | None) -> AbstractContextManager[None]:
         """Errors that leave the block say where workers run to administrators only."""
         return self._authenticator.answering(metadata)
@@ -100,15 +107,29 @@ class Serving:
                 yield
 
     async def generate(
-        self, message: pb.GenerateRequest, metadata: Metadata | None, write: Write, deadline_s: float | None = None
+        self,
+        message: pb.GenerateRequest,
+        metadata: Metadata | None,
+        write: Write,
+        deadline_s: float | None = None,
+        *,
+        route: str,
     ) -> None:
-        """Serves one request to its end; `deadline_s` on the monotonic clock. Raises the error that ended it."""
+        """Serves one request to its end. Raises the error that ended it.
+
+        Args:
+            deadline_s: on the monotonic clock; None for none.
+            route: what was called, for the log.
+        """
         with self._authenticator.answering(metadata), self.parts.metrics.request() as record, logged(record):
+            record.route, record.request_id = route, uuid.uuid4().hex
+            _name(message, record)
             tenant = self.tenant(metadata)
             record.tenant = tenant.name
             self.check_open()
             with self._admission.admit():
                 model, interval_s = self.parts.models.find(message.model), heartbeat_interval_s(message)
+                record.model = model.name
                 preparing = self._prepare(message, model, tenant, deadline_s, record)
                 prepared = await beating(preparing, write, interval_s)
                 await self._serve(prepared, model, write, record)
@@ -152,10 +173,9 @@ class Serving:
     ) -> PreparedRequest:
         limits = self._limits_of(model, tenant)
         request = validate(message, limits, lambda: secrets.randbelow(SEED_LIMIT), tenant=tenant.name)
-        record.model, record.tier, record.label = request.model, request.tier, request.label
+        record.tier = request.tier
         span = trace.get_current_span()
-        server_id = uuid.uuid4().hex
-        record.request_id = server_id
+        server_id = record.request_id
         describe_request(span, request, server_id)
         started_s = time.monotonic()
         with self.parts.telemetry.span(SpanNames.TOKENIZE):
@@ -231,6 +251,13 @@ async def _run_into(run: RequestRun, output: RequestOutput, outbox: Outbox, ledg
         outbox.close(Internal(f"the router failed with {type(error).__name__}; its log has the details"))
     finally:
         outbox.close(Cancelled("the router ended the request"))  # of no effect once it is closed
+
+
+def _name(message: pb.GenerateRequest, record: RequestRecord) -> None:
+    """Takes the caller's label to the log and the call's span before anything can be refused; not one that is none."""
+    if is_request_id(message.request_id):
+        record.label = message.request_id
+        trace.get_current_span().set_attribute(Attributes.REQUEST_ID, record.label)
 
 
 def _echo_of(prepared: PreparedRequest, tokenizer: TextTokenizer) -> EchoedPrompt:

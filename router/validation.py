@@ -267,6 +267,11 @@ def _request(message: pb.GenerateRequest, limits: Limits, draw_seed: Callable[[]
     )
 
 
+def is_request_id(value: str) -> bool:
+    """Whether a caller's id may be told, logged and taken by Abort."""
+    return bool(value) and value.isprintable() and len(value) <= MAX_REQUEST_ID_CHARS
+
+
 def heartbeat_interval_s(message: pb.GenerateRequest) -> float | None:
     """How long the response may be silent; None for as long as it likes. Raises InvalidArgument."""
     if not message.HasField("progress_timeout_s"):
@@ -451,7 +456,11 @@ def _adapter(name: str, limits: Limits) -> str:
 
 def _tenant(named: str, tenant: str) -> str:
     if named and named != tenant:
-        raise PermissionDenied(f"tenant: this API key is tenant {tenant!r}'s, not {named!r}'s", field="tenant")
+        if not tenant:
+            raise PermissionDenied(
+                f"tenant: this router has no tenants; leave it unset, not {named!r:.80}", field="tenant"
+            )
+        raise PermissionDenied(f"tenant: this API key is of tenant {tenant!r}, not of {named!r:.80}", field="tenant")
     return tenant
 
 

@@ -6,6 +6,7 @@ cost a hundred times its size.
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -19,6 +20,10 @@ from kvferry.errors import InvalidArgument, UnsupportedField
 MAX_KEYS = 4_096
 """Of one object; a fault is kept for each until all are checked."""
 
+MAX_NAME_CHARS = 80
+MAX_UNKNOWN_NAMES = 8
+"""Told beside the first one."""
+
 
 class AtFirstFault(FailFast):
     """Checks a sequence up to its first fault; hashable, as alternatives of a type must be."""
@@ -29,6 +34,13 @@ class AtFirstFault(FailFast):
 UInt = Annotated[int, Field(ge=0, lt=1 << 32)]
 Ids = Annotated[tuple[UInt, ...], AtFirstFault()]
 Strings = Annotated[tuple[str, ...], AtFirstFault()]
+
+
+def told(words: str = "", *, default: object = None, least: float | None = None, most: float | None = None) -> Any:
+    """A field that may be absent, described: what its default and range come to, which others check."""
+    known: dict[str, Any] = {"default": default, "minimum": least, "maximum": most}
+    extra = {name: value for name, value in known.items() if value is not None}
+    return Field(default=None, description=words or None, json_schema_extra=extra)
 
 
 class Body(BaseModel):
@@ -51,7 +63,8 @@ def parse(kind: type[BodyT], body: bytes) -> BodyT:
         fields = kind.model_validate_json(body)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
-        raise _refusal_of(faults, value) from error
+        known = [field.alias or name for name, field in kind.model_fields.items()]
+        raise _refusal_of(faults, value, known) from error
     if constants:
         raise InvalidArgument("body", f"has {constants[0]}, which is no number of JSON")
     return fields
@@ -68,16 +81,33 @@ def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _refusal_of(faults: Sequence[ErrorDetails], body: object) -> InvalidArgument:
-    """The fault of the first field that has one; of the alternatives of its type, those that came furthest."""
+def _refusal_of(faults: Sequence[ErrorDetails], body: object, known: Sequence[str]) -> InvalidArgument:
+    """The fault of the first field that has one; of the alternatives of its type, those that came furthest.
+
+    `known`: fields that there are.
+    """
     places = [_place(fault, body) for fault in faults if fault["loc"][:1] == faults[0]["loc"][:1]]
     place = max(places, key=len)
     found = [fault for fault, at in zip(faults, places, strict=False) if at == place]
-    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+    field = _written(place)
     if found[0]["type"] == "extra_forbidden":
-        return UnsupportedField(field, "is not known here; leave it out")
+        others = [_place(fault, body) for fault in faults if fault["type"] == "extra_forbidden"]
+        return UnsupportedField(field, _unknown(place, [one for one in dict.fromkeys(others) if one != place], known))
     messages = dict.fromkeys(fault["msg"][:1].lower() + fault["msg"][1:] for fault in found)
     return InvalidArgument(field or "body", ", or: ".join(messages))
+
+
+def _written(place: Sequence[int | str]) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+
+
+def _unknown(place: Sequence[int | str], others: Sequence[Sequence[int | str]], known: Sequence[str]) -> str:
+    """What to do about a field that is not known, and which others are not."""
+    near = difflib.get_close_matches(str(place[0])[:MAX_NAME_CHARS], known, n=1) if len(place) == 1 else []
+    advice = f"did you mean {near[0]}?" if near else "leave it out"
+    listed = ", ".join(_written(one)[:MAX_NAME_CHARS] for one in others[:MAX_UNKNOWN_NAMES])
+    more = f" and {len(others) - MAX_UNKNOWN_NAMES} more" if len(others) > MAX_UNKNOWN_NAMES else ""
+    return f"is not known here; {advice}" + (f" (also unknown: {listed}{more})" if others else "")
 
 
 def _place(fault: ErrorDetails, body: object) -> tuple[int | str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -14,6 +15,12 @@ from proto.kvferry.v1 import inference_pb2 as pb
 from router.openai.body import AtFirstFault, Body, Strings
 
 Json = dict[str, Any]
+
+
+GUIDED_NAMES = MappingProxyType(
+    {"json_schema": "guided_json", "regex": "guided_regex", "choice": "guided_choice", "grammar": "guided_grammar"}
+)
+STRUCTURED_NAMES = MappingProxyType({"json_schema": "json"})
 
 
 class JsonSchemaFormat(Body):
@@ -35,8 +42,10 @@ class ResponseFormat(Body):
 
     def constraints(self) -> dict[str, object]:
         """By field of GenerateRequest."""
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise InvalidArgument("response_format", "json_schema goes with the type json_schema, and with no other")
+        if self.type == "json_schema" and self.json_schema is None:
+            raise InvalidArgument("response_format.json_schema", "is missing; the type json_schema needs it")
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise InvalidArgument("response_format.json_schema", "is only for the type json_schema")
         if (self.type == "structural_tag") != (self.structures is not None or self.triggers is not None):
             raise InvalidArgument("response_format", "structures and triggers go with the type structural_tag alone")
         if self.type == "structural_tag":
@@ -81,6 +90,16 @@ class ConstraintFields(Body):
                 message.choice.choices.extend(value)
             else:
                 setattr(message, name, value)
+
+    @property
+    def constraint_names(self) -> Mapping[str, str]:
+        """Where the constraint stands in the body, by its field of GenerateRequest; empty for none."""
+        in_format = {"json_schema": ".json_schema.schema"}
+        return {
+            **{name: f"response_format{in_format.get(name, '')}" for name in self._of_format()},
+            **{name: GUIDED_NAMES[name] for name in self._of_guided()},
+            **{name: f"structured_outputs.{STRUCTURED_NAMES.get(name, name)}" for name in self._of_structured()},
+        }
 
     def _of_format(self) -> Mapping[str, Any]:
         return {} if self.response_format is None else self.response_format.constraints()

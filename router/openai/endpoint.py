@@ -18,14 +18,15 @@ from prometheus_client import Counter
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from kvferry.errors import Cancelled, Internal, InvalidArgument, KvferryError
+from kvferry.errors import Cancelled, Internal, InvalidArgument, KvferryError, Unauthenticated
 from kvferry.rpc.server import PROPAGATOR, CallsInFlight
 from kvferry.telemetry import Attributes, mark_error
 from router.admission import Admission
-from router.openai.errors import answer_of, error_headers, error_json
-from router.openai.exchange import REQUEST_ID, ClientGone, Exchange, is_request_id
+from router.openai.errors import answer_of, error_headers, error_json, in_headers
+from router.openai.exchange import REQUEST_ID, ClientGone, Exchange
+from router.request_log import FailedCall, log_failed_call
 from router.serving import Serving
-from router.validation import MAX_REQUEST_ID_CHARS
+from router.validation import MAX_REQUEST_ID_CHARS, is_request_id
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +39,14 @@ class Call:
     """One call of a handler.
 
     Attributes:
+        route: its path, as the figures and the log have it.
         span: the call's.
         started_s: Unix time of the router's start.
     """
 
     serving: Serving
     exchange: Exchange
+    route: str
     span: Span
     started_s: int
 
@@ -90,6 +93,7 @@ class Endpoint:
         given = headers.get(REQUEST_ID, "")
         exchange = Exchange(scope, receive, send)
         span = self._start_span(scope["method"], headers)
+        span.set_attribute(Attributes.REQUEST_ID, exchange.request_id)
         attach(set_span_in_context(span))  # ends with the task
         try:
             await self._answer(exchange, given, span)
@@ -104,27 +108,33 @@ class Endpoint:
         try:
             await self._run(exchange, given_id, span)
         except ClientGone:
-            mark_error(span, Cancelled("the client went away"))
+            gone = Cancelled("the client went away")
+            mark_error(span, gone)
+            self._log(exchange, gone)
         except asyncio.CancelledError:
             ended_with = self._parts.calls.error_of_current()
             if ended_with is None:
                 raise
-            await _tell(exchange, span, ended_with)
+            await self._tell(exchange, span, ended_with)
         except KvferryError as error:
-            await _tell(exchange, span, error)
+            await self._tell(exchange, span, error)
         except Exception as error:
-            logger.exception("http_failed", extra={"fields": {"route": self._route, "error": type(error).__name__}})
-            await _tell(exchange, span, Internal("internal error; the server's log has the details"))
+            fields = {"request_id": exchange.request_id, "route": self._route, "error": type(error).__name__}
+            logger.exception("http_fault", extra={"fields": fields})
+            await self._tell(exchange, span, Internal("internal error; the server's log has the details"))
 
     async def _run(self, exchange: Exchange, given_id: str, span: Span) -> None:
         """The handler, as long as the client is there. Raises ClientGone when it has gone."""
         serving = self._parts.serving
         if given_id and not is_request_id(given_id):
             raise InvalidArgument(REQUEST_ID, f"is not printable text of at most {MAX_REQUEST_ID_CHARS} characters")
-        serving.tenant(tuple(exchange.headers.items()))
+        try:
+            serving.tenant(tuple(exchange.headers.items()))
+        except Unauthenticated as error:
+            raise Unauthenticated(in_headers(error.message)) from error
         serving.check_open()
         with self._parts.admission.admit():
-            work = asyncio.create_task(self._handler(Call(serving, exchange, span, self._parts.started_s)))
+            work = asyncio.create_task(self._handler(Call(serving, exchange, self._route, span, self._parts.started_s)))
             gone = asyncio.create_task(exchange.wait_gone())
             try:
                 await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
@@ -133,6 +143,25 @@ class Endpoint:
                 work.result()
             finally:
                 await _end(work, gone)
+
+    async def _tell(self, exchange: Exchange, span: Span, error: KvferryError) -> None:
+        """As a response, or in a stream that began as its last event; such a stream has no `[DONE]`."""
+        mark_error(span, error)
+        self._log(exchange, error)
+        with suppress(OSError):
+            if exchange.status is None:
+                await exchange.answer(error_json(error), answer_of(error).status, error_headers(error))
+            elif exchange.is_streaming:
+                await exchange.event(error_json(error))
+                await exchange.end(is_whole=False)
+
+    def _log(self, exchange: Exchange, error: KvferryError) -> None:
+        answer = answer_of(error)
+        status = answer.status if exchange.status is None else exchange.status
+        tenant = self._parts.serving.tenant_name(tuple(exchange.headers.items()))
+        log_failed_call(
+            FailedCall(exchange.request_id, exchange.method, self._route, status, answer.code, tenant), error
+        )
 
     def _start_span(self, method: str, headers: Mapping[str, str]) -> Span:
         parent = PROPAGATOR.extract(headers, context=Context())
@@ -146,14 +175,3 @@ async def _end(*tasks: asyncio.Task[None]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _tell(exchange: Exchange, span: Span, error: KvferryError) -> None:
-    """As a response, or in a stream that began as its last event; such a stream has no `[DONE]`."""
-    mark_error(span, error)
-    with suppress(OSError):
-        if exchange.status is None:
-            await exchange.answer(error_json(error), answer_of(error).status, error_headers(error))
-        elif exchange.is_streaming:
-            await exchange.event(error_json(error))
-            await exchange.end(is_whole=False)

@@ -6,6 +6,9 @@ A status that its clients repeat on their own (408, 429, 5xx) is only given wher
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -96,7 +99,7 @@ ANSWERS = MappingProxyType(
         Cancelled: Answer(499, INVALID, "request_cancelled"),
         Unavailable: Answer(503, SERVER, "service_unavailable"),
         DeadlineExceeded: Answer(504, SERVER, "deadline_exceeded"),
-        FailedPrecondition: Answer(500, SERVER, "failed_precondition"),
+        FailedPrecondition: Answer(422, SERVER, "failed_precondition"),  # the parts do not fit: no repeat helps
         DataLoss: Answer(500, SERVER, "data_loss"),
         Internal: Answer(500, SERVER, "internal_error"),
     }
@@ -117,12 +120,17 @@ FIELD_NAMES = MappingProxyType(
         "tier": "service_tier",
         "beam_search.width": "n",
         "compact_json": "structured_outputs.disable_any_whitespace",
-        "json_schema": "response_format",
-        "json_object": "response_format",
-        "structural_tag": "structured_outputs.structural_tag",
+        "response.prompt_logprobs": "logprobs",
     }
 )
 """Fields of GenerateRequest that have another name here; of others the group (`sampling.`) is left out."""
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
+CALL_PART = re.compile(r"(prompt\.chat\.(?:tools\[\d+\]|messages\[\d+\]\.tool_calls\[\d+\]))\.(?!id\b)")
+"""What gRPC has in a tool, or a call of one, and HTTP in its `function`."""
+MENTIONS = re.compile(
+    r"(?<![\w.])(?:beam_search(?:\.width)?|response\.(?:logprobs|text))\b|(?<=cannot be combined with )\w+"
+)
+"""Fields of gRPC in the text of an error about another."""
 GROUPS = ("sampling.", "stopping.", "response.", "cache.", "beam_search.")
 
 
@@ -152,10 +160,36 @@ def error_headers(error: KvferryError) -> dict[str, str]:
     return {"retry-after": str(max(SHORTEST_RETRY_S, math.ceil(error.retry_after_s or 0)))}
 
 
-def public_field(field: str) -> str:
-    """What the field of a GenerateRequest is called in HTTP."""
-    for name, public in FIELD_NAMES.items():
+def in_headers(text: str) -> str:
+    """What is said of a call's key, to a caller who sends headers."""
+    return (
+        text.replace("the metadata", "the header").removesuffix(" (`--api-key`)").replace("header has", "request has")
+    )
+
+
+@contextmanager
+def told_in_http(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors about a field of a GenerateRequest leave the block with its name in HTTP, which `names` knows better."""
+    try:
+        yield
+    except InvalidArgument as error:
+        if error.field is None:
+            raise
+        text = error.message.removeprefix(f"{error.field}: ")
+        told = MENTIONS.sub(lambda found: _mentioned(found[0], names), text)
+        raise type(error)(public_field(error.field, names), told) from error
+
+
+def _mentioned(field: str, names: Mapping[str, str]) -> str:
+    return "use_beam_search" if field == "beam_search" else public_field(field, names)
+
+
+def public_field(field: str, names: Mapping[str, str] = NO_NAMES) -> str:
+    """What the field of a GenerateRequest is called in HTTP; `names` are those that a body has of its own."""
+    field = CALL_PART.sub(r"\1.function.", field)
+    known = {**FIELD_NAMES, **names}
+    for name in sorted(known, key=len, reverse=True):
         if field == name or field.startswith((f"{name}[", f"{name}.")):
-            return public + field.removeprefix(name)
+            return known[name] + field.removeprefix(name)
     group = next((group for group in GROUPS if field.startswith(group)), "")
     return field.removeprefix(group)

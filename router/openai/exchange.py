@@ -15,18 +15,13 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from router.openai.errors import BodyNotJson, BodyTooLarge, BodyTooSlow
-from router.validation import MAX_REQUEST_ID_CHARS
+from router.validation import is_request_id
 
 REQUEST_ID = "x-request-id"
 SESSION_ID = "x-session-id"
 JSON_TYPE = "application/json"
 BODY_TIMEOUT_S = 60.0
 """How long a body may take: it holds a place among the requests in flight, and memory."""
-
-
-def is_request_id(value: str) -> bool:
-    """Whether a caller's id may be told, logged and taken by Abort."""
-    return bool(value) and value.isprintable() and len(value) <= MAX_REQUEST_ID_CHARS
 
 
 def request_id(headers: Mapping[str, str]) -> str:
@@ -44,6 +39,7 @@ class Exchange:
 
     Attributes:
         request_id: told in the response's `x-request-id`.
+        method: of the request.
         headers: of the request.
         path_params: parts of the path.
         status: of the response; None until it began.
@@ -52,6 +48,7 @@ class Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
+        self.method: str = scope["method"]
         self.headers = Headers(scope=scope)
         self.request_id = request_id(self.headers)
         self.path_params: Mapping[str, str] = scope.get("path_params", {})

@@ -6,14 +6,17 @@ Limits on values are `router/validation.py`'s, which knows the model; here is on
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
 from kvferry.errors import InvalidArgument
 from proto.kvferry.v1 import inference_pb2 as pb
-from router.openai.body import Body, Ids, Strings, UInt
+from router.logit_rules import MAX_BIAS, MAX_PENALTY
+from router.openai.body import Body, Ids, Strings, UInt, told
 from router.openai.constraints import ConstraintFields
+from router.validation import MAX_CHOICES, MAX_STOP_STRINGS
 
 SEED_MODULUS = 1 << 64
 MAX_USER_CHARS = 256
@@ -30,25 +33,25 @@ class StreamOptions(Body):
 class GenerationFields(ConstraintFields):
     """Common to both."""
 
-    model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    n: UInt | None = None
-    best_of: UInt | None = None
-    stop: str | Strings | None = None
+    model: str | None = told("Name or alias; absent: the first.")
+    temperature: float | None = told("0 takes the likeliest token.", default=1.0, least=0)
+    top_p: float | None = told("Above 0.", default=1.0, least=0, most=1)
+    n: UInt | None = told("Choices returned.", default=1, least=1, most=MAX_CHOICES)
+    best_of: UInt | None = told("Candidates, at least n; absent: n.", least=1, most=MAX_CHOICES)
+    stop: str | Strings | None = told(f"At most {MAX_STOP_STRINGS} strings.")
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[UInt, float] | None = None
-    max_tokens: UInt | None = None
+    presence_penalty: float | None = told(default=0.0, least=-MAX_PENALTY, most=MAX_PENALTY)
+    frequency_penalty: float | None = told(default=0.0, least=-MAX_PENALTY, most=MAX_PENALTY)
+    logit_bias: dict[UInt, float] | None = told(f"By token id; -{MAX_BIAS:g} … {MAX_BIAS:g} each.")
+    max_tokens: UInt | None = told("Most output tokens; absent: what fits the context.", least=1)
     user: Annotated[str, Field(max_length=MAX_USER_CHARS)] | None = None
-    service_tier: str | None = None
-    stream: bool | None = None
+    service_tier: str | None = told("A tier; auto and default are the server's own choice.")
+    stream: bool | None = told("Events in the place of one object.", default=False)
     stream_options: StreamOptions | None = None
 
     top_k: Annotated[int, Field(ge=-1, lt=1 << 32)] | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    min_p: float | None = told(default=0.0, least=0, most=1)
+    repetition_penalty: float | None = told("Above 0.", default=1.0, least=0)
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
     min_tokens: UInt | None = None
@@ -63,10 +66,10 @@ class GenerationFields(ConstraintFields):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | None = None
-    time_limit_s: float | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
-    session_id: str | None = None
+    time_limit_s: float | None = told("Ends with what there is after so many seconds; above 0.", least=0)
+    cache_salt: str | None = told("Keeps the prefix cache apart from calls with another.")
+    request_id: str | None = told("The label; absent: x-request-id.")
+    session_id: str | None = told("Calls of one session prefer the same workers; absent: x-session-id.")
     prompt_cache_key: str | None = None
 
     @model_validator(mode="after")
@@ -88,6 +91,17 @@ class GenerationFields(ConstraintFields):
     def includes_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def names(self, prompt: int = 0) -> Mapping[str, str]:
+        """What fields of the GenerateRequest of this prompt are called in this body, where that depends on it."""
+        del prompt
+        is_key = not self.session_id and bool(self.prompt_cache_key)
+        session = {"session_id": "prompt_cache_key"} if is_key else {}
+        return {
+            **self.constraint_names,
+            **session,
+            **({} if self.best_of is None else {"beam_search.width": "best_of"}),
+        }
 
     def requests(self, label: str) -> tuple[pb.GenerateRequest, ...]:
         """What the body asks for, one for each prompt, as gRPC's clients send it; `label` unless the body has one.

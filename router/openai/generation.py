@@ -8,28 +8,27 @@ The first request that fails ends the others: a response has all its choices, or
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 
 from opentelemetry.context import attach
 from opentelemetry.trace import set_span_in_context
 
-from kvferry.errors import InvalidArgument
 from kvferry.telemetry import Attributes, SpanNames
 from proto.kvferry.v1 import inference_pb2 as pb
 from router.models import Model
 from router.openai.body import parse
 from router.openai.endpoint import Call
+from router.openai.errors import told_in_http
 from router.openai.exchange import SESSION_ID
 from router.openai.fields import GenerationFields
 from router.openai.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
-from router.openai.requests import ChatBody, CompletionBody
+from router.openai.requests import ChatBody, CompletionBody, fit_roles
 from router.openai.responses import Form, Logprobs, ResponseText
 from router.openai.tools import Calling
 from router.openai.writers import EventWriter, WholeWriter, Writer
 from router.text.detokenizer import Detokenizer
 from router.text.token_bytes import TokenBytes
-from router.validation import PROMPT_FIELD
 
 
 async def complete(call: Call) -> None:
@@ -44,7 +43,9 @@ async def chat(call: Call) -> None:
     body = parse(ChatBody, await call.body())
     (message,) = body.requests(call.exchange.request_id)
     model = _model(call, message)
-    calling = body.calling(message, model)
+    fit_roles(message.chat, model.tokenizer.chat_template)
+    with told_in_http(body.names()):
+        calling = body.calling(message, model)
     await _generate(call, body, (message,), _form(body, message, model, is_chat=True, calling=calling))
 
 
@@ -53,6 +54,7 @@ def _model(call: Call, message: pb.GenerateRequest) -> Model:
 
 
 async def _generate(call: Call, body: GenerationFields, messages: Sequence[pb.GenerateRequest], form: Form) -> None:
+    names = _names(body, form)
     for message in messages:
         message.session_id = message.session_id or call.exchange.headers.get(SESSION_ID, "")
     if body.user:
@@ -63,30 +65,29 @@ async def _generate(call: Call, body: GenerationFields, messages: Sequence[pb.Ge
         writer = EventWriter(call.exchange, response, num_prompts=len(messages), includes_usage=body.includes_usage)
     else:
         writer = WholeWriter(call.exchange, response)
-    try:
-        await _run_all([_run(call, messages, prompt, writer) for prompt in range(len(messages))])
-    except InvalidArgument as error:
-        if error.field == "grammar" and form.calling is not None and form.calling.grammar:  # no caller's: there is one
-            raise InvalidArgument("tools", error.message.removeprefix("grammar: ")) from error
-        raise
+    await _run_all([_run(call, messages, prompt, writer, names(prompt)) for prompt in range(len(messages))])
     await writer.end()
 
 
-async def _run(call: Call, messages: Sequence[pb.GenerateRequest], prompt: int, writer: Writer) -> None:
+def _names(body: GenerationFields, form: Form) -> Callable[[int], Mapping[str, str]]:
+    """Names of fields by prompt; the grammar of tools is no caller's, for then there is one."""
+    is_of_tools = form.calling is not None and bool(form.calling.grammar)
+    return lambda prompt: {**body.names(prompt), **({"grammar": "tools"} if is_of_tools else {})}
+
+
+async def _run(
+    call: Call, messages: Sequence[pb.GenerateRequest], prompt: int, writer: Writer, names: Mapping[str, str]
+) -> None:
     """One prompt's request, under a span of its own where there are several."""
     message, serving = messages[prompt], call.serving
     write = partial(writer.write, prompt)
-    try:
+    with told_in_http(names):
         if len(messages) == 1:
-            await serving.generate(message, call.metadata, write)
+            await serving.generate(message, call.metadata, write, route=call.route)
             return
         with serving.parts.telemetry.span(SpanNames.PROMPT) as span:
             attach(set_span_in_context(span))  # ends with the task
-            await serving.generate(message, call.metadata, write)
-    except InvalidArgument as error:
-        if error.field == PROMPT_FIELD and message.HasField("chat"):
-            raise type(error)("messages", error.message.removeprefix(f"{PROMPT_FIELD}: ")) from error
-        raise
+            await serving.generate(message, call.metadata, write, route=call.route)
 
 
 async def _run_all(requests: Iterable[Coroutine[None, None, None]]) -> None:

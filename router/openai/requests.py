@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -11,13 +11,16 @@ from pydantic import Field, model_validator
 from kvferry.errors import InvalidArgument, UnsupportedField
 from proto.kvferry.v1 import inference_pb2 as pb
 from proto.kvferry.v1 import types_pb2
-from router.openai.body import AtFirstFault, Body, Ids, Strings, UInt
+from router.openai.body import AtFirstFault, Body, Ids, Strings, UInt, told
 from router.openai.constraints import Json
 from router.openai.fields import GenerationFields
 from router.openai.tools import BodyToolCall, ToolBody, ToolFields
+from router.response_parts import MAX_LOGPROBS
+from router.text.chat_template import ChatTemplate
 
 MAX_PROMPTS = 128
 """Prompts of one call: each is a request of its own, admitted like any other."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's, of completions alone."""
 
@@ -26,7 +29,8 @@ class CompletionBody(GenerationFields):
     """`/v1/completions`."""
 
     prompt: str | Ids | Strings | Annotated[tuple[Ids, ...], AtFirstFault()]
-    logprobs: UInt | None = None
+    max_tokens: UInt | None = told("Most output tokens.", default=DEFAULT_COMPLETION_TOKENS, least=1)
+    logprobs: UInt | None = told("Alternatives a token.", least=0, most=MAX_LOGPROBS)
     echo: bool | None = None
     suffix: str | None = None
 
@@ -45,6 +49,14 @@ class CompletionBody(GenerationFields):
                 common.response.prompt_logprobs = self.logprobs
                 common.response.prompt_token_ids = True
         return tuple(_with_prompt(common, prompt) for prompt in self._prompts())
+
+    def names(self, prompt: int = 0) -> Mapping[str, str]:
+        """With the place of the prompt among several."""
+        names = super().names(prompt)
+        if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
+            return names
+        place = f"prompt[{prompt}]"
+        return {**names, "prompt": place, "prompt.text": place, "prompt.token_ids": place}
 
     def _prompts(self) -> Sequence[str | Ids]:
         if isinstance(self.prompt, str):
@@ -136,15 +148,30 @@ def chat_of(
     )
 
 
+def fit_roles(chat: pb.Chat, template: ChatTemplate) -> None:
+    """Makes `developer` `system` where the template does not name it. Raises InvalidArgument for an unknown role."""
+    for index, turn in enumerate(chat.messages):
+        if template.names_role(turn.role):
+            continue
+        if turn.role not in ROLES:
+            known = ", ".join(ROLES)
+            raise InvalidArgument(
+                f"messages[{index}].role",
+                f"{turn.role!r:.80} is none of {known}, and the chat template does not name it",
+            )
+        if turn.role == "developer":
+            turn.role = "system"
+
+
 class ChatBody(GenerationFields, ToolFields):
     """`/v1/chat/completions`."""
 
     messages: ChatMessages
     add_generation_prompt: bool | None = None
     chat_template_kwargs: Json | None = None
-    max_completion_tokens: UInt | None = None
+    max_completion_tokens: UInt | None = told("OpenAI's newer name of max_tokens.", least=1)
     logprobs: bool | None = None
-    top_logprobs: UInt | None = None
+    top_logprobs: UInt | None = told("Alternatives a token, with logprobs.", default=0, least=0, most=MAX_LOGPROBS)
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
@@ -153,6 +180,15 @@ class ChatBody(GenerationFields, ToolFields):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidArgument("top_logprobs", "is only for logprobs: true")
         return self
+
+    def names(self, prompt: int = 0) -> Mapping[str, str]:
+        """With what chats alone have another name for."""
+        names = {**super().names(prompt), "prompt": "messages"}
+        if self.top_logprobs is not None:
+            names["response.logprobs"] = "top_logprobs"
+        if self.max_tokens is None and self.max_completion_tokens is not None:
+            names["stopping.max_tokens"] = "max_completion_tokens"
+        return names
 
     def requests(self, label: str) -> tuple[pb.GenerateRequest, ...]:
         """The one there is."""

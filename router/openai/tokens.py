@@ -8,7 +8,7 @@ from router.models import Model
 from router.openai.body import Body, Ids, parse
 from router.openai.constraints import Json
 from router.openai.endpoint import Call
-from router.openai.requests import ChatMessages, chat_of
+from router.openai.requests import ChatMessages, chat_of, fit_roles
 from router.openai.tools import Tools
 from router.tokenizing import detokenize as ids_to_text
 from router.tokenizing import tokenize as text_to_ids
@@ -54,7 +54,9 @@ async def tokenize(call: Call) -> None:
     """`POST /tokenize`."""
     body = parse(TokenizeBody, await call.body())
     model, limits = _find(call, body.model)
-    token_ids = await text_to_ids(body.request(), model, limits)
+    request = body.request()
+    fit_roles(request.chat, model.tokenizer.chat_template)
+    token_ids = await text_to_ids(request, model, limits)
     names = None
     if body.return_token_strs:
         names = [model.tokenizer.decode([token_id], skip_special_tokens=False) for token_id in token_ids]

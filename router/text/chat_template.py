@@ -115,6 +115,10 @@ class ChatTemplate:
         """Whether `text` occurs in the template itself."""
         return any(text in source for source in (self._source, self._tool_source) if source is not None)
 
+    def names_role(self, role: str) -> bool:
+        """Whether it tells turns of this role from others."""
+        return self.writes(f"'{role}'") or self.writes(f'"{role}"')
+
     @property
     def tool_source(self) -> str:
         """The template for chats with tools; empty where there is none."""

@@ -405,3 +405,8 @@ def test_max_tokens_left_out_for_beams_is_the_most_that_fits(
     else:
         with pytest.raises(ResourceExhausted):
             fit(request, num_prompt_tokens, limits)
+
+
+def test_a_tenant_where_there_are_none_is_refused_without_talk_of_a_key() -> None:
+    with pytest.raises(PermissionDenied, match="tenant: this router has no tenants; leave it unset, not 'q'"):
+        checked(with_prompt(tenant="q"))

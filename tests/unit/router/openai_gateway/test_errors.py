@@ -51,7 +51,7 @@ COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "AB", "max_tokens": 4}
         (Unavailable("down"), 503, "1"),
         (RouterDraining("bye", retry_after_s=3.0), 503, "3"),
         (DeadlineExceeded("late"), 504, None),
-        (FailedPrecondition("no"), 500, None),
+        (FailedPrecondition("no"), 422, None),
         (DataLoss("no"), 500, None),
         (Internal("no"), 500, None),
         (KvferryError("no"), 500, None),

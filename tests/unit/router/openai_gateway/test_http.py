@@ -165,7 +165,7 @@ async def test_every_field_with_odd_values_is_served_or_a_bad_request(
         ("/v1/completions", "logit_bias", {str(key): 1 for key in range(5000)}, "body"),
         ("/v1/completions", "stream_options", {"include_usage": True}, "stream_options"),
         ("/v1/completions", "length_penalty", 1.0, "length_penalty"),
-        ("/v1/completions", "response_format", {"type": "json_schema"}, "response_format"),
+        ("/v1/completions", "response_format", {"type": "json_schema"}, "response_format.json_schema"),
         ("/v1/completions", "unknown", None, "unknown"),
         ("/v1/completions", "request_id", "a\nb", "request_id"),
         ("/v1/completions", "user", "a" * 257, "user"),
@@ -339,6 +339,33 @@ async def test_the_description_needs_no_key_and_tokens_are_counted_by_tenant(sta
         assert f'kvferry_tokens_total{{kind="output",tenant="{name}"}} {num_output}.0' in shown
 
 
+async def test_every_response_of_the_port_has_an_id(http: httpx.AsyncClient) -> None:
+    for path in ("/live", "/health", "/metrics", "/openapi.json", "/docs", "/v1/models", "/nowhere"):
+        assert (await http.get(path)).headers["x-request-id"] not in ("", "mine"), path
+        ids = (await http.get(path, headers={"x-request-id": "mine"})).headers.get_list("x-request-id")
+        assert ids == ["mine"], path
+    slash = await http.post("/v1/chat/completions/", json=CHAT)
+    assert fault_in(slash, 404)["code"] == "unknown_url"
+
+
+async def test_roles_are_those_that_are_known(http: httpx.AsyncClient, gateway: Gateway) -> None:
+    """A role that no template knows would be written into the prompt by some and left out by others."""
+
+    async def prompt_of(role: str) -> list[int]:
+        messages = [{"role": role, "content": "a"}, *CHAT["messages"]]
+        told: list[int] = (await http.post("/tokenize", json={"messages": messages})).json()["tokens"]
+        assert (await http.post("/v1/chat/completions", json={**CHAT, "messages": messages})).status_code == 200
+        assert list(gateway.network.calls_of("prefill")[-1].spec.token_ids) == told
+        return told
+
+    assert await prompt_of("developer") == await prompt_of("system") != await prompt_of("user")
+    messages = [*CHAT["messages"], {"role": "nobody", "content": "a"}]
+    for path, body in (("/v1/chat/completions", CHAT), ("/tokenize", {})):
+        error = fault_in(await http.post(path, json={**body, "messages": messages}))
+        assert error["param"] == "messages[1].role"
+        assert "'nobody' is none of system, developer, user, assistant, tool" in error["message"]
+
+
 # --- models and text ---
 
 
@@ -425,6 +452,12 @@ async def test_the_callers_trace_is_continued_to_the_workers(http: httpx.AsyncCl
     assert attributes[Attributes.HTTP_ROUTE] == "/v1/chat/completions"
     assert attributes[Attributes.HTTP_STATUS] == 200
     assert attributes[Attributes.END_USER_ID] == "someone"
+
+
+async def test_the_span_of_a_refused_call_has_its_id(http: httpx.AsyncClient, gateway: Gateway) -> None:
+    await http.post("/v1/completions", json={**COMPLETION, "unheard": 1}, headers={"x-request-id": "mine"})
+    (span,) = await spans_of(gateway)
+    assert (span.attributes or {})[Attributes.REQUEST_ID] == "mine"
 
 
 async def test_prompts_of_one_call_have_a_span_each(http: httpx.AsyncClient, gateway: Gateway) -> None:

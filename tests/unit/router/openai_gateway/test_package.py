@@ -46,7 +46,7 @@ ROUTE = "/v1/chat/completions"
         (PermissionDenied("no"), openai.PermissionDeniedError, 403, "permission_denied", None),
         (NotFound("no", field="model"), openai.NotFoundError, 404, "model_not_found", "model"),
         (ResourceExhausted("full", retry_after_s=1), openai.RateLimitError, 429, "rate_limit_exceeded", None),
-        (FailedPrecondition("no"), openai.InternalServerError, 500, "failed_precondition", None),
+        (FailedPrecondition("no"), openai.UnprocessableEntityError, 422, "failed_precondition", None),
         (DataLoss("no"), openai.InternalServerError, 500, "data_loss", None),
         (Internal("no"), openai.InternalServerError, 500, "internal_error", None),
         (ValueError("no"), openai.InternalServerError, 500, "internal_error", None),
@@ -58,7 +58,7 @@ ROUTE = "/v1/chat/completions"
 async def test_errors_are_the_packages_classes(
     start_gateway: StartGateway, error: Exception, kind: type[openai.APIStatusError], status: int, code: str, param: str
 ) -> None:
-    async def fail(*_: object) -> None:
+    async def fail(*_: object, **__: object) -> None:
         raise error
 
     async with start_gateway() as gateway:
@@ -111,13 +111,14 @@ async def test_a_full_router_is_asked_again_after_the_time_it_names(start_gatewa
         (ResourceExhausted("never"), 400, False),
         (InvalidArgument("sampling.top_p", "no"), 400, False),
         (PermissionDenied("no"), 403, False),
+        (FailedPrecondition("no"), 422, False),
         (Internal("no"), 500, True),
     ],
 )
 async def test_only_what_may_go_better_is_repeated(
     start_gateway: StartGateway, error: KvferryError, status: int, is_repeated: bool
 ) -> None:
-    async def fail(*_: object) -> None:
+    async def fail(*_: object, **__: object) -> None:
         raise error
 
     async with start_gateway() as gateway, gateway.client(max_retries=1) as patient:
