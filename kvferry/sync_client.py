@@ -13,7 +13,7 @@ loops, which works, but under load grpc.aio may log wake-ups that found nothing 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, contextmanager
 from typing import Any, Self, TypeVar
 
@@ -26,6 +26,7 @@ from kvferry.client import (
     Completion,
     GenerateOptions,
     PinOptions,
+    Prompt,
 )
 from kvferry.client_loop import SharedLoop
 from proto.kvferry.v1 import admin_pb2, cache_pb2, inference_pb2, types_pb2
@@ -80,31 +81,38 @@ class Client:
     # -- requests -------------------------------------------------------------------------------------------------
 
     def generate(
-        self, options: GenerateOptions, *, timeout_s: float | None = None
+        self, options: GenerateOptions | Prompt, *, timeout_s: float | None = None, **fields: Any
     ) -> AbstractContextManager[Iterator[inference_pb2.GenerateResponse]]:
-        """Streams the events of one request; `timeout_s` is its deadline. Leaving the block cancels it."""
-        return self._iterating(self._client.generate(options, timeout_s=timeout_s))
+        """Streams the events of one request; `timeout_s` is its deadline. Leaving the block cancels it.
+
+        The request is `options`, or a prompt; `fields` are those of `GenerateOptions`, and replace the options' own.
+        """
+        return self._iterating(self._client.generate(options, timeout_s=timeout_s, **fields))
 
     def stream(
-        self, options: GenerateOptions, *, timeout_s: float | None = None
+        self, options: GenerateOptions | Prompt, *, timeout_s: float | None = None, **fields: Any
     ) -> AbstractContextManager[Iterator[str]]:
         """Streams the text of one request, piece by piece; else as `generate`."""
-        return self._iterating(self._client.stream(options, timeout_s=timeout_s))
+        return self._iterating(self._client.stream(options, timeout_s=timeout_s, **fields))
 
-    def complete(self, options: GenerateOptions, *, timeout_s: float | None = None) -> Completion:
-        """The whole response of one request."""
-        return self._loop.run(self._client.complete(options, timeout_s=timeout_s))
+    def complete(
+        self, options: GenerateOptions | Prompt, *, timeout_s: float | None = None, **fields: Any
+    ) -> Completion:
+        """The whole response of one request, given as for `generate`."""
+        return self._loop.run(self._client.complete(options, timeout_s=timeout_s, **fields))
 
     def chat(
-        self, messages: str | Sequence[ChatMessage], *, timeout_s: float | None = None, **options: Any
+        self,
+        messages: str | Sequence[ChatMessage | Mapping[str, Any]],
+        *,
+        timeout_s: float | None = None,
+        **fields: Any,
     ) -> Completion:
-        """The answer to a conversation, or to one message of a user; `options` are those of `GenerateOptions`."""
-        return self._loop.run(self._client.chat(messages, timeout_s=timeout_s, **options))
+        """The answer to a conversation, or to one message of a user; `fields` are those of `GenerateOptions`."""
+        return self._loop.run(self._client.chat(messages, timeout_s=timeout_s, **fields))
 
-    def tokenize(
-        self, prompt: str | Sequence[ChatMessage], *, model: str = "", add_special_tokens: bool | None = None
-    ) -> Sequence[int]:
-        """The token ids that a request's prompt becomes."""
+    def tokenize(self, prompt: Prompt, *, model: str = "", add_special_tokens: bool | None = None) -> Sequence[int]:
+        """The token ids that a request's prompt becomes: a text, or a conversation."""
         return self._loop.run(self._client.tokenize(prompt, model=model, add_special_tokens=add_special_tokens))
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = False) -> str:

@@ -39,7 +39,7 @@ async def test_failed_turn_is_told_and_dropped(environment: dict[str, str], rout
     arguments = ["chat", "--target", router.address]
     outcome = await started_anew({**environment, "LC_ALL": locale}, *arguments, stdin=b"ab\xff\xfe\ntwo\n")
     assert (outcome.code, outcome.stdout) == (0, TEXT + "\n")
-    assert outcome.stderr.startswith("error: prompt.chat: ")
+    assert outcome.stderr.startswith("error: prompt.chat.messages[0].content: ")
     assert len(outcome.stderr.splitlines()) == 1
     (request,) = router.fake.requests
     assert [message.content for message in request.chat.messages] == ["two"]
