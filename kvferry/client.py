@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Self
 
 from opentelemetry.trace import Tracer
 
+from kvferry.client_blocks import async_block
 from kvferry.client_chat import ChatMessage, Tool, ToolCall
 from kvferry.client_completion import Choice, Completion
 from kvferry.client_fields import set_field, set_list
@@ -99,7 +100,7 @@ class AsyncClient:
         """Closes the connections; running requests are cancelled."""
         await self._routers.close()
 
-    @asynccontextmanager
+    @async_block
     async def generate(
         self, options: GenerateOptions | Prompt, *, timeout_s: float | None = None, **fields: Any
     ) -> AsyncIterator[AsyncIterator[inference_pb2.GenerateResponse]]:
@@ -133,7 +134,7 @@ class AsyncClient:
         completion.check_complete()
         return completion
 
-    @asynccontextmanager
+    @async_block
     async def stream(
         self, options: GenerateOptions | Prompt, *, timeout_s: float | None = None, **fields: Any
     ) -> AsyncIterator[AsyncIterator[str]]:
@@ -238,7 +239,7 @@ class AsyncClient:
         request = admin_pb2.DrainWorkerRequest(worker=worker, grace_s=grace_s, force=force)
         return self._progress(self._routers.next(), request)
 
-    @asynccontextmanager
+    @async_block
     async def _progress(
         self, router: Router, request: admin_pb2.DrainWorkerRequest
     ) -> AsyncIterator[AsyncIterator[admin_pb2.DrainWorkerResponse]]:

@@ -28,6 +28,7 @@ from kvferry.client import (
     PinOptions,
     Prompt,
 )
+from kvferry.client_blocks import Block
 from kvferry.client_loop import SharedLoop
 from proto.kvferry.v1 import admin_pb2, cache_pb2, inference_pb2, types_pb2
 
@@ -163,8 +164,15 @@ class Client:
         """Ends a pin."""
         return self._loop.run(self._client.unpin_prefix(name, tenant=tenant))
 
+    def _iterating(
+        self, context: AbstractAsyncContextManager[AsyncIterator[_Item], bool | None]
+    ) -> Block[Iterator[_Item]]:
+        return Block(self._iterate(context))
+
     @contextmanager
-    def _iterating(self, context: AbstractAsyncContextManager[AsyncIterator[_Item]]) -> Iterator[Iterator[_Item]]:
+    def _iterate(
+        self, context: AbstractAsyncContextManager[AsyncIterator[_Item], bool | None]
+    ) -> Iterator[Iterator[_Item]]:
         """`context` as a block of this thread; an error of the block passes through it, as it would in a coroutine."""
         run, stack = self._loop.run, AsyncExitStack()
         try:

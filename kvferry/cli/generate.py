@@ -32,7 +32,7 @@ from kvferry.cli.options import (
 from kvferry.cli.router import connected
 from kvferry.client import AsyncClient, Completion, GenerateOptions, Prompt
 from kvferry.config import Config
-from kvferry.errors import DeadlineExceeded, InvalidArgument
+from kvferry.errors import InvalidArgument
 from kvferry.rpc import run
 from proto.kvferry.v1 import types_pb2
 
@@ -261,8 +261,7 @@ async def stream_answer(
 ) -> Completion:
     """Writes the text of the first choice as it comes, unless quiet; returns the whole response.
 
-    Of several choices the first one's text has a header. Raises DeadlineExceeded saying how many tokens had come. The
-    line is ended however this ends.
+    Of several choices the first one's text has a header. The line is ended however this ends.
     """
     completion = Completion()
     header = _header(0) if _has_several_choices(options) else ""
@@ -273,21 +272,11 @@ async def stream_answer(
                 if not is_quiet and event.delta.text and event.delta.index == 0:
                     write(header + event.delta.text)
                     header = ""
-    except DeadlineExceeded as error:
-        raise _deadline_passed(error, timeout_s, completion) from error
     finally:
         if any(choice.text for choice in completion.choices[:1]) and not is_quiet:
             write("\n")
     completion.check_complete()
     return completion
-
-
-def _deadline_passed(error: DeadlineExceeded, timeout_s: float | None, completion: Completion) -> DeadlineExceeded:
-    if timeout_s is None:  # the server's own
-        return error
-    num_tokens = sum(len(choice.token_ids) for choice in completion.choices)
-    plural = "" if num_tokens == 1 else "s"
-    return DeadlineExceeded(f"the deadline of {timeout_s:g} s passed after {num_tokens} token{plural}")
 
 
 async def request(
