@@ -74,7 +74,7 @@ def register(app: typer.Typer) -> None:
     app.command(
         "generate",
         epilog='Example: kvferry generate --max-tokens 40 --router hostA:50051 --router hostB:50051 "Once upon"\n\n'
-        'Example: kvferry generate --choice yes --choice no "Is Paris in France?"',
+        'Example: kvferry generate --choice " Paris" --choice " Rome" "The capital of Italy is"',
     )(generate)
 
 
