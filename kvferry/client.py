@@ -26,7 +26,7 @@ from kvferry.client_blocks import async_block
 from kvferry.client_chat import ChatMessage, Tool, ToolCall
 from kvferry.client_completion import Choice, Completion
 from kvferry.client_fields import set_field, set_list
-from kvferry.client_options import GenerateOptions, PinOptions, Prompt, conversation, options_of, set_prompt
+from kvferry.client_options import GenerateOptions, PinOptions, Prompt, conversation, options_of, set_prompt, set_tools
 from kvferry.client_resume import ResumingStream
 from kvferry.client_routers import Router, Routers
 from kvferry.errors import DeadlineExceeded, InvalidArgument, Unavailable
@@ -159,12 +159,18 @@ class AsyncClient:
         return await self.complete(GenerateOptions(prompt=conversation(messages), **fields), timeout_s=timeout_s)
 
     async def tokenize(
-        self, prompt: Prompt, *, model: str = "", add_special_tokens: bool | None = None
+        self,
+        prompt: Prompt,
+        *,
+        model: str = "",
+        add_special_tokens: bool | None = None,
+        tools: Sequence[Tool | Mapping[str, Any]] = (),
     ) -> Sequence[int]:
-        """The token ids that a request's prompt becomes: a text, or a conversation."""
+        """The token ids that a request's prompt becomes: a text, or a conversation with its tools."""
         request = inference_pb2.TokenizeRequest(add_special_tokens=add_special_tokens)
         set_field(request, "model", model)
         set_prompt(request, prompt)
+        set_tools(request, tools)
         response = await self._routers.ask(
             lambda router: router.channel.unary(router.stub.Tokenize, request, timeout_s=TOKENIZE_TIMEOUT_S)
         )

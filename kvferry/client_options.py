@@ -96,7 +96,7 @@ class GenerateOptions:
         for name in _LABEL_FIELDS:
             set_field(request, name, getattr(self, name))
         set_prompt(request, self.prompt)
-        _set_tools(request, self.tools)
+        set_tools(request, self.tools)
         set_field(request, "truncate_prompt_tokens", self.truncate_prompt_tokens)
         for name in _SAMPLING_FIELDS:
             set_field(request.sampling, f"sampling.{name}", getattr(self, name))
@@ -162,7 +162,7 @@ class PinOptions:
         for name in ("name", "model", "adapter", "tenant"):
             set_field(request, name, getattr(self, name))
         set_prompt(request, self.prompt)
-        _set_tools(request, self.tools)
+        set_tools(request, self.tools)
         if request.HasField("chat"):
             request.chat.add_generation_prompt = False
         for name in ("cache_salt", "shared_salt"):
@@ -208,8 +208,9 @@ def options_of(options: GenerateOptions | Prompt, fields: Mapping[str, Any]) -> 
     return GenerateOptions(prompt=options, **fields)
 
 
-def _set_tools(
-    request: inference_pb2.GenerateRequest | cache_pb2.PinPrefixRequest, tools: Sequence[Tool | Mapping[str, Any]]
+def set_tools(
+    request: inference_pb2.GenerateRequest | cache_pb2.PinPrefixRequest | inference_pb2.TokenizeRequest,
+    tools: Sequence[Tool | Mapping[str, Any]],
 ) -> None:
     """The server cannot refuse what is not on its way: tools of a prompt that is no conversation."""
     check_list("tools", tools)

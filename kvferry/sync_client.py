@@ -27,6 +27,7 @@ from kvferry.client import (
     GenerateOptions,
     PinOptions,
     Prompt,
+    Tool,
 )
 from kvferry.client_blocks import Block
 from kvferry.client_loop import SharedLoop
@@ -112,9 +113,18 @@ class Client:
         """The answer to a conversation, or to one message of a user; `fields` are those of `GenerateOptions`."""
         return self._loop.run(self._client.chat(messages, timeout_s=timeout_s, **fields))
 
-    def tokenize(self, prompt: Prompt, *, model: str = "", add_special_tokens: bool | None = None) -> Sequence[int]:
-        """The token ids that a request's prompt becomes: a text, or a conversation."""
-        return self._loop.run(self._client.tokenize(prompt, model=model, add_special_tokens=add_special_tokens))
+    def tokenize(
+        self,
+        prompt: Prompt,
+        *,
+        model: str = "",
+        add_special_tokens: bool | None = None,
+        tools: Sequence[Tool | Mapping[str, Any]] = (),
+    ) -> Sequence[int]:
+        """The token ids that a request's prompt becomes: a text, or a conversation with its tools."""
+        return self._loop.run(
+            self._client.tokenize(prompt, model=model, add_special_tokens=add_special_tokens, tools=tools)
+        )
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = False) -> str:
         """The text of token ids, at most as many as the context has."""

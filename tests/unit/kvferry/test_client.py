@@ -171,6 +171,21 @@ def test_json_may_be_given_as_a_dict() -> None:
     assert json.loads(GenerateOptions("x", structural_tag={"tags": []}).to_pb().structural_tag) == {"tags": []}
 
 
+async def test_tools_are_part_of_what_a_conversation_becomes() -> None:
+    asked: list[inference_pb2.TokenizeRequest] = []
+
+    class Recording(FakeRouter):
+        async def Tokenize(
+            self, request: inference_pb2.TokenizeRequest, context: Any
+        ) -> inference_pb2.TokenizeResponse:
+            asked.append(request)
+            return inference_pb2.TokenizeResponse(token_ids=[1])
+
+    async with connected(Recording()) as client:
+        assert await client.tokenize([QUESTION], tools=[Tool("f", parameters={"type": "object"})]) == (1,)
+    assert list(asked[0].chat.tools) == [inference_pb2.Tool(name="f", parameters='{"type": "object"}')]
+
+
 QUESTION = {"role": "user", "content": "Hi"}
 CALL = {"id": "7", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
 
@@ -229,6 +244,8 @@ async def test_a_prompt_will_do_where_options_are_expected() -> None:
         for wrong in ([1, 2], [], QUESTION, 5):
             with pytest.raises(InvalidArgument, match="messages: must be"):
                 await client.chat(wrong)
+        with pytest.raises(InvalidArgument, match="tools: is only for a conversation"):
+            await client.tokenize("x", tools=[Tool("f")])
         with pytest.raises(InvalidArgument, match="request_ids"):
             await client.abort(wrong)
         with pytest.raises(InvalidArgument, match="token_ids: must be a list"):
