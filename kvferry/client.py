@@ -16,24 +16,17 @@ tenants, `AsyncClient(target, api_key=…)` says whose calls these are. With sev
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Self
 
 from opentelemetry.trace import Tracer
 
+from kvferry.client_blocks import async_block
+from kvferry.client_chat import ChatMessage, Tool, ToolCall
 from kvferry.client_completion import Choice, Completion
-from kvferry.client_options import (
-    ChatMessage,
-    GenerateOptions,
-    PinOptions,
-    Prompt,
-    Tool,
-    ToolCall,
-    set_field,
-    set_list,
-    set_prompt,
-)
+from kvferry.client_fields import set_field, set_list
+from kvferry.client_options import GenerateOptions, PinOptions, Prompt, conversation, options_of, set_prompt, set_tools
 from kvferry.client_resume import ResumingStream
 from kvferry.client_routers import Router, Routers
 from kvferry.errors import DeadlineExceeded, InvalidArgument, Unavailable
@@ -107,16 +100,18 @@ class AsyncClient:
         """Closes the connections; running requests are cancelled."""
         await self._routers.close()
 
-    @asynccontextmanager
+    @async_block
     async def generate(
-        self, options: GenerateOptions, *, timeout_s: float | None = None
+        self, options: GenerateOptions | Prompt, *, timeout_s: float | None = None, **fields: Any
     ) -> AsyncIterator[AsyncIterator[inference_pb2.GenerateResponse]]:
         """Streams the events of one request; `timeout_s` is its deadline. Leaving the block cancels it.
+
+        The request is `options`, or a prompt; `fields` are those of `GenerateOptions`, and replace the options' own.
 
         `Started` comes once, from the router that began the response; `Completed` counts the whole output. Heartbeats
         are not shown.
         """
-        request = options.to_pb()
+        request = options_of(options, fields).to_pb()
         if self._progress_timeout_s is not None:
             request.progress_timeout_s = self._progress_timeout_s
         stream = ResumingStream(self._routers, request, timeout_s=timeout_s, wait_s=self._resume_wait_s)
@@ -128,42 +123,54 @@ class AsyncClient:
             self._streams.discard(stream)
             await stream.close()
 
-    async def complete(self, options: GenerateOptions, *, timeout_s: float | None = None) -> Completion:
-        """The whole response of one request."""
+    async def complete(
+        self, options: GenerateOptions | Prompt, *, timeout_s: float | None = None, **fields: Any
+    ) -> Completion:
+        """The whole response of one request, given as for `generate`."""
         completion = Completion()
-        async with self.generate(options, timeout_s=timeout_s) as events:
+        async with self.generate(options, timeout_s=timeout_s, **fields) as events:
             async for event in events:
                 completion.add(event)
         completion.check_complete()
         return completion
 
-    @asynccontextmanager
+    @async_block
     async def stream(
-        self, options: GenerateOptions, *, timeout_s: float | None = None
+        self, options: GenerateOptions | Prompt, *, timeout_s: float | None = None, **fields: Any
     ) -> AsyncIterator[AsyncIterator[str]]:
         """Streams the text of one request, piece by piece; else as `generate`.
 
         Raises InvalidArgument for `n` above 1.
         """
+        options = options_of(options, fields)
         if (options.n or 1) > 1:
             raise InvalidArgument("sampling.n", "choices come side by side; `generate` tells them apart")
         async with self.generate(options, timeout_s=timeout_s) as events:
             yield (event.delta.text async for event in events if event.delta.text)
 
     async def chat(
-        self, messages: str | Sequence[ChatMessage], *, timeout_s: float | None = None, **options: Any
+        self,
+        messages: str | Sequence[ChatMessage | Mapping[str, Any]],
+        *,
+        timeout_s: float | None = None,
+        **fields: Any,
     ) -> Completion:
-        """The answer to a conversation, or to one message of a user; `options` are those of `GenerateOptions`."""
-        prompt = [ChatMessage("user", messages)] if isinstance(messages, str) else messages
-        return await self.complete(GenerateOptions(prompt=prompt, **options), timeout_s=timeout_s)
+        """The answer to a conversation, or to one message of a user; `fields` are those of `GenerateOptions`."""
+        return await self.complete(GenerateOptions(prompt=conversation(messages), **fields), timeout_s=timeout_s)
 
     async def tokenize(
-        self, prompt: str | Sequence[ChatMessage], *, model: str = "", add_special_tokens: bool | None = None
+        self,
+        prompt: Prompt,
+        *,
+        model: str = "",
+        add_special_tokens: bool | None = None,
+        tools: Sequence[Tool | Mapping[str, Any]] = (),
     ) -> Sequence[int]:
-        """The token ids that a request's prompt becomes."""
+        """The token ids that a request's prompt becomes: a text, or a conversation with its tools."""
         request = inference_pb2.TokenizeRequest(add_special_tokens=add_special_tokens)
         set_field(request, "model", model)
         set_prompt(request, prompt)
+        set_tools(request, tools)
         response = await self._routers.ask(
             lambda router: router.channel.unary(router.stub.Tokenize, request, timeout_s=TOKENIZE_TIMEOUT_S)
         )
@@ -185,9 +192,9 @@ class AsyncClient:
         Every router is asked, for any may run them; raises Unavailable only when none answers. A request of this client
         that is on its way from one router to another is ended by the next.
         """
-        between = {name for name in request_ids for stream in self._streams if stream.abort_between_routers(name)}
         request = inference_pb2.AbortRequest()
         set_list(request.request_ids, "request_ids", request_ids)
+        between = {name for name in request_ids for stream in self._streams if stream.abort_between_routers(name)}
         answers = await asyncio.gather(
             *(
                 router.channel.unary(router.stub.Abort, request, timeout_s=CONTROL_TIMEOUT_S)
@@ -238,7 +245,7 @@ class AsyncClient:
         request = admin_pb2.DrainWorkerRequest(worker=worker, grace_s=grace_s, force=force)
         return self._progress(self._routers.next(), request)
 
-    @asynccontextmanager
+    @async_block
     async def _progress(
         self, router: Router, request: admin_pb2.DrainWorkerRequest
     ) -> AsyncIterator[AsyncIterator[admin_pb2.DrainWorkerResponse]]:

@@ -5,75 +5,48 @@ Values that a field cannot hold are refused here, by the name the server would u
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvferry.client_chat import ChatMessage, Tool, message_to_pb, tool_to_pb
+from kvferry.client_fields import check_list, json_text, set_field, set_list, set_mapping
 from kvferry.errors import InvalidArgument
 from proto.kvferry.v1 import cache_pb2, inference_pb2
 
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call of a function that the assistant asked for in a message; `arguments` is an object in JSON."""
-
-    name: str
-    arguments: str
-    id: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """A function that the model is told of; `parameters` is a JSON schema."""
-
-    name: str
-    description: str | None = None
-    parameters: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One message of a conversation.
-
-    Attributes:
-        tool_calls: what the assistant asked for in it.
-        tool_call_id: the call that it answers.
-        name: of the function that answers, or of the speaker.
-    """
-
-    role: str
-    content: str
-    tool_calls: Sequence[ToolCall] = ()
-    tool_call_id: str = ""
-    name: str = ""
-
-    def to_pb(self) -> inference_pb2.ChatMessage:
-        """The message; raises ValueError or TypeError for a value its field cannot hold."""
-        calls = [inference_pb2.ToolCall(id=c.id, name=c.name, arguments=c.arguments) for c in self.tool_calls]
-        return inference_pb2.ChatMessage(
-            role=self.role, content=self.content, tool_calls=calls, tool_call_id=self.tool_call_id, name=self.name
-        )
-
-
-Prompt = str | Sequence[int] | Sequence[ChatMessage]
-"""Text, token ids, or a conversation."""
+Prompt = str | Sequence[int] | Sequence[ChatMessage | Mapping[str, Any]]
+"""Text, token ids, or a conversation: `ChatMessage`s, or dicts as {"role": "user", "content": "Hello"}."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
     """One request. None leaves a value to the server's default, which `Started` echoes.
 
+    docs/client.md has every field with the one of `GenerateRequest` that it sets, whose limits are in docs/api.md. A
+    value that its field cannot hold is refused when the request is made: a text where a list belongs, too.
+
     Attributes:
+        prompt: text as it is, token ids, or a conversation, which the model's chat template makes a text of.
         tools: functions that a conversation's model is told of; its calls are text of the output.
-        template_arguments: JSON, variables of the chat template.
+        template_arguments: variables of the chat template, a dict or its JSON.
         compact_json: whether constrained JSON has no white space between its parts.
-        structural_tag: JSON, as `GenerateRequest.structural_tag`.
+        max_tokens: most tokens of one choice; None is what fits the context.
+        temperature: 0 is greedy; None is 1, which samples.
+        allowed_token_ids: no other token may come; None for any.
+        json_schema: the output satisfies it; a dict, or its JSON. Of this, `json_object`, `regex`, `choice`, `grammar`
+            and `structural_tag` at most one may be set.
+        choice: the output is one of these; None for any output.
+        structural_tag: JSON or a dict, as `GenerateRequest.structural_tag`.
+        stop: texts that end the output, or one.
+        time_limit_s: ends the output well, with what there is then.
+        logprobs: of each token of the output, and of this many likely ones; 0 is the output's alone.
         kept_special_token_ids: special tokens that stay in the text, though others are left out.
+        request_id: label in the server's logs, by which `abort` ends it.
     """
 
     prompt: Prompt
-    tools: Sequence[Tool] = ()
-    template_arguments: str = ""
+    tools: Sequence[Tool | Mapping[str, Any]] = ()
+    template_arguments: str | Mapping[str, Any] | None = None
     model: str = ""
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -86,21 +59,21 @@ class GenerateOptions:
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: Sequence[int] = ()
+    allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
-    json_schema: str | None = None
+    json_schema: str | Mapping[str, Any] | None = None
     json_object: bool | None = None
     regex: str | None = None
-    choice: Sequence[str] = ()
+    choice: Sequence[str] | None = None
     grammar: str | None = None
-    structural_tag: str | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
     compact_json: bool | None = None
     n: int | None = None
     best_of: int | None = None
     beam_width: int | None = None
     length_penalty: float | None = None
     early_stopping: bool | None = None
-    stop: Sequence[str] = ()
+    stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -127,13 +100,13 @@ class GenerateOptions:
         for name in _LABEL_FIELDS:
             set_field(request, name, getattr(self, name))
         set_prompt(request, self.prompt)
-        _set_tools(request, self.tools)
-        _set_template_arguments(request, self.template_arguments)
+        set_tools(request, self.tools)
+        _set_template_arguments(request, json_text("template_arguments", self.template_arguments))
         set_field(request, "truncate_prompt_tokens", self.truncate_prompt_tokens)
         for name in _SAMPLING_FIELDS:
             set_field(request.sampling, f"sampling.{name}", getattr(self, name))
-        _update(request.sampling.logit_bias, "sampling.logit_bias", self.logit_bias)
-        set_list(request.sampling.allowed_token_ids, "sampling.allowed_token_ids", self.allowed_token_ids)
+        set_mapping(request.sampling.logit_bias, "sampling.logit_bias", self.logit_bias)
+        _set_only(request.sampling.allowed_token_ids, "sampling.allowed_token_ids", self.allowed_token_ids)
         set_list(request.sampling.bad_words, "sampling.bad_words", self.bad_words)
         _set_constraint(request, self)
         _set_beam_search(request, self)
@@ -146,7 +119,8 @@ class GenerateOptions:
         set_list(kept, "response.kept_special_token_ids", self.kept_special_token_ids)
         for name in _CACHE_FIELDS:
             set_field(request.cache, f"cache.{name}", getattr(self, name) or None)
-        set_list(request.stopping.stop, "stopping.stop", self.stop)
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        set_list(request.stopping.stop, "stopping.stop", stop)
         set_list(request.stopping.stop_token_ids, "stopping.stop_token_ids", self.stop_token_ids)
         return request
 
@@ -185,7 +159,7 @@ class PinOptions:
     cache_salt: str = ""
     shared_salt: str = ""
     tenant: str = ""
-    tools: Sequence[Tool] = ()
+    tools: Sequence[Tool | Mapping[str, Any]] = ()
 
     def to_pb(self) -> cache_pb2.PinPrefixRequest:
         """The message; raises InvalidArgument for a value its field cannot hold."""
@@ -193,7 +167,7 @@ class PinOptions:
         for name in ("name", "model", "adapter", "tenant"):
             set_field(request, name, getattr(self, name))
         set_prompt(request, self.prompt)
-        _set_tools(request, self.tools)
+        set_tools(request, self.tools)
         if request.HasField("chat"):
             request.chat.add_generation_prompt = False
         for name in ("cache_salt", "shared_salt"):
@@ -206,28 +180,62 @@ def set_prompt(
 ) -> None:
     """Sets the one of `prompt` that there is; raises InvalidArgument for a value its field cannot hold."""
     if isinstance(prompt, str):
-        set_field(request, "prompt.text", prompt)
-    elif prompt and isinstance(prompt[0], ChatMessage):
-        # made while `set_list` watches: text that is not UTF-8 is found here
-        messages = (message.to_pb() for message in prompt if isinstance(message, ChatMessage))
-        set_list(request.chat.messages, "prompt.chat", messages)
+        return set_field(request, "prompt.text", prompt)
+    check_list("prompt", prompt, "text, token ids or messages")
+    if isinstance(prompt, Set):
+        raise InvalidArgument("prompt", "must be in an order, got a set")
+    items: list[Any] = list(prompt)
+    if items and isinstance(items[0], ChatMessage | Mapping):
+        request.chat.messages.extend(
+            message_to_pb(message, f"prompt.chat.messages[{place}]") for place, message in enumerate(items)
+        )
     elif isinstance(request, inference_pb2.TokenizeRequest):
         raise InvalidArgument("prompt", "must be text or a conversation that is not empty")
     else:
         request.token_ids.SetInParent()
-        set_list(request.token_ids.ids, "prompt.token_ids", prompt)
+        set_list(request.token_ids.ids, "prompt.token_ids", items)
 
 
-def _set_tools(request: inference_pb2.GenerateRequest | cache_pb2.PinPrefixRequest, tools: Sequence[Tool]) -> None:
+def conversation(messages: str | Sequence[ChatMessage | Mapping[str, Any]]) -> Prompt:
+    """`messages`, or the one of a user; raises InvalidArgument for what is no conversation."""
+    if isinstance(messages, str):
+        return [ChatMessage("user", messages)]
+    check_list("messages", messages, "text or messages")
+    if not len(messages) or not isinstance(messages[0], ChatMessage | Mapping):
+        raise InvalidArgument("messages", "must be a text, or a list of messages that is not empty")
+    return messages
+
+
+def options_of(options: GenerateOptions | Prompt, fields: Mapping[str, Any]) -> GenerateOptions:
+    """`options`, or those of a prompt, with `fields` set."""
+    if isinstance(options, GenerateOptions):
+        return replace(options, **fields)
+    return GenerateOptions(prompt=options, **fields)
+
+
+def set_tools(
+    request: inference_pb2.GenerateRequest | cache_pb2.PinPrefixRequest | inference_pb2.TokenizeRequest,
+    tools: Sequence[Tool | Mapping[str, Any]],
+) -> None:
     """The server cannot refuse what is not on its way: tools of a prompt that is no conversation."""
-    if tools and not request.HasField("chat"):
+    check_list("tools", tools)
+    if len(tools) and not request.HasField("chat"):
         raise InvalidArgument("tools", "is only for a conversation")
-    messages = (inference_pb2.Tool(name=t.name, description=t.description, parameters=t.parameters) for t in tools)
-    if tools:
-        set_list(request.chat.tools, "prompt.chat.tools", messages)
+    if len(tools):
+        made = (tool_to_pb(tool, f"prompt.chat.tools[{place}]") for place, tool in enumerate(tools))
+        request.chat.tools.extend(made)
 
 
-def _set_template_arguments(request: inference_pb2.GenerateRequest, arguments: str) -> None:
+def _set_only(target: Any, path: str, values: Sequence[object] | None) -> None:
+    """A list of all that may come: an empty one would read as none, which lets everything through."""
+    if values is None:
+        return
+    set_list(target, path, values)
+    if not target:
+        raise InvalidArgument(path, "is empty: nothing could come; leave it None for no limit")
+
+
+def _set_template_arguments(request: inference_pb2.GenerateRequest, arguments: object) -> None:
     if arguments and not request.HasField("chat"):
         raise InvalidArgument("template_arguments", "is only for a conversation")
     if arguments:
@@ -236,14 +244,13 @@ def _set_template_arguments(request: inference_pb2.GenerateRequest, arguments: s
 
 def _set_constraint(request: inference_pb2.GenerateRequest, options: GenerateOptions) -> None:
     """At most one: the last would silently win."""
-    named = [name for name in (*_CONSTRAINT_FIELDS, "choice") if getattr(options, name) not in (None, ())]
+    named = [name for name in (*_CONSTRAINT_FIELDS, "choice") if getattr(options, name) is not None]
     if len(named) > 1:
         raise InvalidArgument(named[1], f"cannot be combined with {named[0]}")
     set_field(request, "compact_json", options.compact_json)
     for name in _CONSTRAINT_FIELDS:
-        set_field(request, name, getattr(options, name))
-    if options.choice:
-        set_list(request.choice.choices, "choice", options.choice)
+        set_field(request, name, json_text(name, getattr(options, name)))
+    _set_only(request.choice.choices, "choice", options.choice)
 
 
 def _set_beam_search(request: inference_pb2.GenerateRequest, options: GenerateOptions) -> None:
@@ -255,28 +262,3 @@ def _set_beam_search(request: inference_pb2.GenerateRequest, options: GenerateOp
     ):
         if value is not None:
             set_field(request.beam_search, f"beam_search.{name}", value)
-
-
-def set_field(message: Any, path: str, value: object) -> None:
-    """Sets the last part of `path`, which is the field's name in errors, as the server's are."""
-    if value is None:
-        return
-    try:
-        setattr(message, path.rpartition(".")[2], value)
-    except (ValueError, TypeError, UnicodeError) as error:
-        raise InvalidArgument(path, f"cannot be {value!r:.80}: {error}") from error
-
-
-def set_list(target: Any, path: str, values: Iterable[object]) -> None:
-    """Appends them to the repeated field `target`, which errors call `path`."""
-    try:
-        target.extend(values)
-    except (ValueError, TypeError, UnicodeError) as error:
-        raise InvalidArgument(path, f"holds a value it cannot: {error}") from error
-
-
-def _update(target: Any, path: str, values: Mapping[int, float]) -> None:
-    try:
-        target.update(values)
-    except (ValueError, TypeError, UnicodeError) as error:
-        raise InvalidArgument(path, f"holds a value it cannot: {error}") from error

@@ -195,6 +195,7 @@ class ResumingStream(AsyncIterator[pb.GenerateResponse]):
         self._routers = routers
         self._request = request
         self._wait_s = wait_s
+        self._timeout_s = timeout_s
         self._begun_at_s = asyncio.get_running_loop().time()
         self._deadline_s = None if timeout_s is None else self._begun_at_s + timeout_s
         self._partial = PartialResponse()
@@ -243,10 +244,21 @@ class ResumingStream(AsyncIterator[pb.GenerateResponse]):
                     return event
             except Unavailable as error:
                 await self._recover(error)
+            except DeadlineExceeded as error:
+                await self.close()
+                raise self._deadline_passed(error) from error
             except BaseException:
                 await self.close()
                 raise
         raise StopAsyncIteration
+
+    def _deadline_passed(self, error: DeadlineExceeded) -> DeadlineExceeded:
+        """The call's own in our words: those of gRPC say neither how long it was nor what had come."""
+        if self._timeout_s is None:  # the server's own
+            return error
+        number = self._partial.num_tokens
+        plural = "" if number == 1 else "s"
+        return DeadlineExceeded(f"the deadline of {self._timeout_s:g} s passed after {number} token{plural}")
 
     async def _read(self) -> pb.GenerateResponse | None:
         if self._attempt is None:

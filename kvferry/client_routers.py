@@ -13,6 +13,8 @@ from typing import TypeVar
 
 from opentelemetry.trace import Tracer
 
+from kvferry.client_fields import check_list
+from kvferry.config import DNS_SCHEME, is_host_port
 from kvferry.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from kvferry.retry_budget import RetryBudget
 from kvferry.rpc import RpcChannel, retrying
@@ -40,6 +42,12 @@ _SERVICES = [
     for service in file.services_by_name.values()
 ]
 _Answer = TypeVar("_Answer")
+
+
+def check_address(name: str, address: object) -> None:
+    """Raises InvalidArgument, for the argument of that name, unless it is host:port or dns:///host:port."""
+    if not isinstance(address, str) or not is_host_port(address.removeprefix(DNS_SCHEME), lowest_port=1):
+        raise InvalidArgument(name, f"must be HOST:PORT, such as 127.0.0.1:50051, got {address!r:.80}")
 
 
 class Router:
@@ -98,7 +106,11 @@ class Routers:
     def __init__(
         self, targets: str | Sequence[str], *, tracer: Tracer | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
-        addresses = (targets,) if isinstance(targets, str) else tuple(dict.fromkeys(targets))
+        named: Sequence[str] = (targets,) if isinstance(targets, str) else targets
+        check_list("target", named, "HOST:PORT or a list of them")
+        for address in named:
+            check_address("target", address)
+        addresses = tuple(dict.fromkeys(named))
         if not addresses:
             raise InvalidArgument("target", "is empty; at least one router's host:port is needed")
         service_config = retrying(_SERVICES) if len(addresses) == 1 else None

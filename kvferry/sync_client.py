@@ -13,7 +13,7 @@ loops, which works, but under load grpc.aio may log wake-ups that found nothing 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, contextmanager
 from typing import Any, Self, TypeVar
 
@@ -26,7 +26,10 @@ from kvferry.client import (
     Completion,
     GenerateOptions,
     PinOptions,
+    Prompt,
+    Tool,
 )
+from kvferry.client_blocks import Block
 from kvferry.client_loop import SharedLoop
 from proto.kvferry.v1 import admin_pb2, cache_pb2, inference_pb2, types_pb2
 
@@ -80,32 +83,48 @@ class Client:
     # -- requests -------------------------------------------------------------------------------------------------
 
     def generate(
-        self, options: GenerateOptions, *, timeout_s: float | None = None
+        self, options: GenerateOptions | Prompt, *, timeout_s: float | None = None, **fields: Any
     ) -> AbstractContextManager[Iterator[inference_pb2.GenerateResponse]]:
-        """Streams the events of one request; `timeout_s` is its deadline. Leaving the block cancels it."""
-        return self._iterating(self._client.generate(options, timeout_s=timeout_s))
+        """Streams the events of one request; `timeout_s` is its deadline. Leaving the block cancels it.
+
+        The request is `options`, or a prompt; `fields` are those of `GenerateOptions`, and replace the options' own.
+        """
+        return self._iterating(self._client.generate(options, timeout_s=timeout_s, **fields))
 
     def stream(
-        self, options: GenerateOptions, *, timeout_s: float | None = None
+        self, options: GenerateOptions | Prompt, *, timeout_s: float | None = None, **fields: Any
     ) -> AbstractContextManager[Iterator[str]]:
         """Streams the text of one request, piece by piece; else as `generate`."""
-        return self._iterating(self._client.stream(options, timeout_s=timeout_s))
+        return self._iterating(self._client.stream(options, timeout_s=timeout_s, **fields))
 
-    def complete(self, options: GenerateOptions, *, timeout_s: float | None = None) -> Completion:
-        """The whole response of one request."""
-        return self._loop.run(self._client.complete(options, timeout_s=timeout_s))
+    def complete(
+        self, options: GenerateOptions | Prompt, *, timeout_s: float | None = None, **fields: Any
+    ) -> Completion:
+        """The whole response of one request, given as for `generate`."""
+        return self._loop.run(self._client.complete(options, timeout_s=timeout_s, **fields))
 
     def chat(
-        self, messages: str | Sequence[ChatMessage], *, timeout_s: float | None = None, **options: Any
+        self,
+        messages: str | Sequence[ChatMessage | Mapping[str, Any]],
+        *,
+        timeout_s: float | None = None,
+        **fields: Any,
     ) -> Completion:
-        """The answer to a conversation, or to one message of a user; `options` are those of `GenerateOptions`."""
-        return self._loop.run(self._client.chat(messages, timeout_s=timeout_s, **options))
+        """The answer to a conversation, or to one message of a user; `fields` are those of `GenerateOptions`."""
+        return self._loop.run(self._client.chat(messages, timeout_s=timeout_s, **fields))
 
     def tokenize(
-        self, prompt: str | Sequence[ChatMessage], *, model: str = "", add_special_tokens: bool | None = None
+        self,
+        prompt: Prompt,
+        *,
+        model: str = "",
+        add_special_tokens: bool | None = None,
+        tools: Sequence[Tool | Mapping[str, Any]] = (),
     ) -> Sequence[int]:
-        """The token ids that a request's prompt becomes."""
-        return self._loop.run(self._client.tokenize(prompt, model=model, add_special_tokens=add_special_tokens))
+        """The token ids that a request's prompt becomes: a text, or a conversation with its tools."""
+        return self._loop.run(
+            self._client.tokenize(prompt, model=model, add_special_tokens=add_special_tokens, tools=tools)
+        )
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = False) -> str:
         """The text of token ids, at most as many as the context has."""
@@ -155,8 +174,15 @@ class Client:
         """Ends a pin."""
         return self._loop.run(self._client.unpin_prefix(name, tenant=tenant))
 
+    def _iterating(
+        self, context: AbstractAsyncContextManager[AsyncIterator[_Item], bool | None]
+    ) -> Block[Iterator[_Item]]:
+        return Block(self._iterate(context))
+
     @contextmanager
-    def _iterating(self, context: AbstractAsyncContextManager[AsyncIterator[_Item]]) -> Iterator[Iterator[_Item]]:
+    def _iterate(
+        self, context: AbstractAsyncContextManager[AsyncIterator[_Item], bool | None]
+    ) -> Iterator[Iterator[_Item]]:
         """`context` as a block of this thread; an error of the block passes through it, as it would in a coroutine."""
         run, stack = self._loop.run, AsyncExitStack()
         try:

@@ -13,6 +13,7 @@ from kvferry.cli import cache, chat, drain, generate, models, plan, serve, up, w
 from kvferry.cli.console import write, write_error
 from kvferry.errors import KvferryError
 
+WRONG_USAGE = 2
 INTERRUPTED = 130
 
 
@@ -47,7 +48,7 @@ def main() -> None:
         make_app()()
     except KvferryError as error:
         write_error(error.message)
-        sys.exit(1)
+        sys.exit(WRONG_USAGE if (error.field or "").startswith("--") else 1)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except BrokenPipeError:  # whoever read our output has gone, as `| head` does

@@ -125,12 +125,12 @@ def pin(
     )
     router = router_of(target, api_key, configuration(config, settings))
     response = _ask(router, lambda client: client.pin_prefix(options))
-    heading = f"pinned of {response.num_full_blocks} ({response.num_tokens} tokens)"
-    _show_blocks(heading, response.workers, as_json=as_json)
     if not response.num_full_blocks:
         raise InvalidArgument("prompt", f"nothing is pinned: {response.num_tokens} tokens are shorter than one block")
-    if not _num_blocks(response.workers):
+    if _is_nowhere(response.workers):
         raise NotFound("nothing is pinned: the prefix is not cached on any worker; run a request with it first")
+    heading = f"pinned of {response.num_full_blocks} ({response.num_tokens} tokens)"
+    _show_blocks(heading, response.workers, as_json=as_json)
 
 
 def unpin(
@@ -145,9 +145,9 @@ def unpin(
     """Ends a pin; its blocks stay cached until room is needed."""
     router = router_of(target, api_key, configuration(config, settings))
     workers = _ask(router, lambda client: client.unpin_prefix(name, tenant=tenant))
-    _show_blocks("unpinned", workers, as_json=as_json)
-    if not _num_blocks(workers):
+    if _is_nowhere(workers):
         raise NotFound(f"there is no pin {name!r} on any worker")
+    _show_blocks("unpinned", workers, as_json=as_json)
 
 
 def _prefix_of(prompt: str | None, prompt_token_ids: str | None, system: str | None) -> Prompt:
@@ -177,6 +177,11 @@ def _show_blocks(heading: str, workers: Sequence[cache_pb2.WorkerBlocks], *, as_
 
 def _num_blocks(workers: Sequence[cache_pb2.WorkerBlocks]) -> int:
     return sum(worker.num_blocks for worker in workers)
+
+
+def _is_nowhere(workers: Sequence[cache_pb2.WorkerBlocks]) -> bool:
+    """Whether all workers answered, and none has a block."""
+    return not _num_blocks(workers) and not any(worker.error for worker in workers)
 
 
 def _fail_if_any(workers: Sequence[cache_pb2.WorkerBlocks | cache_pb2.WorkerMemory]) -> None:

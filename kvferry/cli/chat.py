@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated
@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 
 from kvferry.cli.console import note, note_dim, write, write_error
-from kvferry.cli.generate import MaxTokens, Seed, Tier, accept_any_bytes, request
+from kvferry.cli.generate import MaxTokens, Seed, ServedModel, Tier, accept_any_bytes, early_end, request
 from kvferry.cli.options import (
     ApiKeyOption,
     ConfigOption,
@@ -29,6 +29,7 @@ from kvferry.cli.options import (
     configuration,
     router_of,
 )
+from kvferry.cli.router import connected
 from kvferry.client import ChatMessage, Completion, GenerateOptions
 from kvferry.config import Config
 from kvferry.errors import ContextExceeded, KvferryError
@@ -62,6 +63,7 @@ def register(app: typer.Typer) -> None:
 def chat(
     target: TargetOption = None,
     api_key: ApiKeyOption = None,
+    model: ServedModel = "",
     system: System = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = CHAT_TEMPERATURE,
@@ -82,6 +84,7 @@ def chat(
     options = _Options(
         router=router_of(target, api_key, effective, resume=resume),
         config=effective,
+        model=model,
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,
@@ -130,6 +133,7 @@ class _Options:
 
     router: RouterTarget
     config: Config
+    model: str
     max_tokens: int | None
     temperature: float
     top_p: float
@@ -172,7 +176,7 @@ class _Talk:
                 asking = request(options.router, options.config, self._request(question), None, is_quiet=False)
                 completion = run(asking)
             except KeyboardInterrupt:  # ends this answer, not the conversation
-                return
+                return note("interrupted; this turn is left out, /retry asks again")
             except ContextExceeded as error:
                 if not (options.drops_oldest and conversation.turns):
                     return self._tell_too_long(error)
@@ -182,14 +186,20 @@ class _Talk:
             else:
                 conversation.turns.append((question, completion.text))
                 self._failed_question = ""
-                if options.shows_timing:
-                    note_dim(timing_line(completion))
-                return
+                return self._tell_end(completion)
+
+    def _tell_end(self, completion: Completion) -> None:
+        why = early_end(completion, completion.choices[0]) if completion.choices else ""
+        if self._options.shows_timing:
+            note_dim(timing_line(completion) + (f"; {why}" if why else ""))
+        elif why:
+            note(why)
 
     def _request(self, question: str) -> GenerateOptions:
         options, conversation = self._options, self._conversation
         return GenerateOptions(
             prompt=conversation.messages(question),
+            model=options.model,
             max_tokens=options.max_tokens,
             temperature=options.temperature,
             top_p=options.top_p,
@@ -207,8 +217,10 @@ class _Talk:
 
     def _help(self, _: str) -> None:
         """Shows this."""
-        for name, command in COMMANDS.items():
-            write(f"/{name:9}{command.__doc__}\n")
+        for command in dict.fromkeys(COMMANDS.values()):
+            names = ", ".join(f"/{name}" for name, other in COMMANDS.items() if other is command)
+            shown = f"{names} {ARGUMENTS.get(command, '')}"
+            write(f"{shown:18}{command.__doc__}\n")
 
     def _history(self, _: str) -> None:
         """Shows the conversation."""
@@ -218,9 +230,10 @@ class _Talk:
     def _clear(self, _: str) -> None:
         """Forgets the conversation, but not what the assistant is told first."""
         self._conversation.clear()
+        note("forgotten")
 
     def _drop(self, argument: str) -> None:
-        """Forgets the oldest turn, or as many as are named: /drop 3."""
+        """Forgets the oldest turn, or as many as are named."""
         turns = self._conversation.turns
         if argument and not (argument.isdecimal() and int(argument) > 0):
             return write_error(f"/drop takes a number of turns, at least 1, got {argument[:80]!r}")
@@ -236,18 +249,29 @@ class _Talk:
             write_error("there is nothing to ask again")
 
     def _system(self, argument: str) -> None:
-        """Tells the assistant this first, from the next turn on; without a text, shows it."""
+        """Tells the assistant this first, from the next turn on; - tells it nothing; without a text, shows it."""
         if argument:
-            self._conversation.system = argument
+            self._conversation.system = "" if argument == "-" else argument
+            note("from the next turn on")
         else:
             note(self._conversation.system or "the assistant is told nothing first")
 
     def _tier(self, argument: str) -> None:
         """Changes the latency tier; without a name, shows it."""
-        if argument:
-            self._conversation.tier = argument
-        else:
-            note(self._conversation.tier or "the server's default tier")
+        if not argument:
+            return note(self._conversation.tier or "the server's default tier")
+        try:
+            tiers = run(self._tiers())
+        except KvferryError as error:
+            return write_error(error.message)
+        if argument not in tiers:
+            return write_error(f"there is no tier {argument[:80]!r}; known tiers: {', '.join(tiers)}")
+        self._conversation.tier = argument
+        note("from the next turn on")
+
+    async def _tiers(self) -> Sequence[str]:
+        async with connected(self._options.router) as client:
+            return tuple((await client.capabilities(self._options.model)).tiers)
 
     def _quit(self, _: str) -> None:
         """Ends the conversation."""
@@ -266,6 +290,10 @@ COMMANDS: Mapping[str, Callable[[_Talk, str], None]] = MappingProxyType(
         "tier": _Talk._tier,
         "quit": _Talk._quit,
     }
+)
+
+ARGUMENTS: Mapping[Callable[[_Talk, str], None], str] = MappingProxyType(
+    {_Talk._drop: "[NUMBER]", _Talk._system: "[TEXT|-]", _Talk._tier: "[NAME]"}
 )
 
 

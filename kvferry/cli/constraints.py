@@ -13,6 +13,7 @@ from kvferry.errors import InvalidArgument
 
 JSON_SCHEMA = "--json-schema"
 GRAMMAR = "--grammar"
+STRUCTURAL_TAG = "--structural-tag"
 
 JsonSchemaOption = Annotated[
     str | None,
@@ -29,14 +30,28 @@ GrammarOption = Annotated[
     str | None,
     typer.Option(GRAMMAR, metavar="FILE|TEXT", help="The output matches this grammar, in Lark's form or GBNF."),
 ]
+StructuralTagOption = Annotated[
+    str | None,
+    typer.Option(
+        STRUCTURAL_TAG,
+        metavar="FILE|JSON",
+        help='Free text, but what follows a trigger is a structure: {"structures": [{"begin", "schema", "end"}], '
+        '"triggers": []}.',
+    ),
+]
 
 
 def constraint_of(
-    json_schema: str | None, json_object: bool, regex: str | None, choice: Sequence[str] | None, grammar: str | None
+    json_schema: str | None,
+    json_object: bool,
+    regex: str | None,
+    choice: Sequence[str] | None,
+    grammar: str | None,
+    structural_tag: str | None,
 ) -> dict[str, Any]:
     """The field of `GenerateOptions` that is set, if one is.
 
-    Raises InvalidArgument for two of them, for what is no schema, and for a file that cannot be read.
+    Raises InvalidArgument for two of them, for what is no JSON, and for a file that cannot be read.
     """
     given: dict[str, Any] = {
         JSON_SCHEMA: json_schema,
@@ -44,26 +59,29 @@ def constraint_of(
         "--regex": regex,
         "--choice": choice or None,
         GRAMMAR: grammar,
+        STRUCTURAL_TAG: structural_tag,
     }
     named = [option for option, value in given.items() if value is not None]
     if len(named) > 1:
         raise InvalidArgument(named[1], f"cannot be combined with {named[0]}")
     if json_schema is not None:
-        return {"json_schema": _schema(json_schema)}
+        return {"json_schema": _json_of(JSON_SCHEMA, json_schema)}
+    if structural_tag is not None:
+        return {"structural_tag": _json_of(STRUCTURAL_TAG, structural_tag)}
     if grammar is not None:
         return {"grammar": _grammar(grammar)}
     return {option.removeprefix("--").replace("-", "_"): given[option] for option in named}
 
 
-def _schema(value: str) -> str:
-    """The schema's text: `value` itself where it looks like JSON, else that of the file."""
+def _json_of(option: str, value: str) -> str:
+    """The JSON: `value` itself where it looks like JSON, else that of the file."""
     is_text = value.lstrip().startswith("{") or value.strip() in ("true", "false")
-    text = value if is_text else _read(JSON_SCHEMA, Path(value))
+    text = value if is_text else _read(option, Path(value))
     try:
         json.loads(text)
     except ValueError as error:
         where = "" if is_text else f"{value} "
-        raise InvalidArgument(JSON_SCHEMA, f"{where}is not JSON: {error}") from error
+        raise InvalidArgument(option, f"{where}is not JSON: {error}") from error
     return text
 
 

@@ -9,13 +9,14 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.console import write, write_json
+from kvferry.cli.console import note, write, write_json
 from kvferry.cli.constraints import (
     ChoiceOption,
     GrammarOption,
     JsonObjectOption,
     JsonSchemaOption,
     RegexOption,
+    StructuralTagOption,
     constraint_of,
 )
 from kvferry.cli.options import (
@@ -30,21 +31,27 @@ from kvferry.cli.options import (
     router_of,
 )
 from kvferry.cli.router import connected
-from kvferry.client import AsyncClient, Completion, GenerateOptions, Prompt
+from kvferry.client import AsyncClient, Choice, Completion, GenerateOptions, Prompt
 from kvferry.config import Config
-from kvferry.errors import DeadlineExceeded, InvalidArgument
+from kvferry.errors import InvalidArgument
 from kvferry.rpc import run
+from kvferry.sampling import FinishKind
 from proto.kvferry.v1 import types_pb2
 
 MAX_TIMEOUT_S = 1e6
 """Eleven days; gRPC cannot hold a deadline without end."""
 
-MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Most output tokens.")]
-Temperature = Annotated[float | None, typer.Option("--temperature", help="0 is greedy.")]
+MaxTokens = Annotated[
+    int | None, typer.Option("--max-tokens", help="Most output tokens; what fits the context unless told otherwise.")
+]
+Temperature = Annotated[
+    float | None, typer.Option("--temperature", help="0 is greedy; 1 unless told otherwise, which samples.")
+]
 TopP = Annotated[float | None, typer.Option("--top-p", help="Smallest set of tokens with this probability.")]
-TopK = Annotated[int | None, typer.Option("--top-k", help="Only the k most likely tokens; 0 is off.")]
+TopK = Annotated[int | None, typer.Option("--top-k", help="Only the k most likely tokens; 0 or -1 is off.")]
 MinP = Annotated[float | None, typer.Option("--min-p", help="Least probability relative to the most likely token.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="The same seed gives the same tokens.")]
+ServedModel = Annotated[str, typer.Option("--model", help="Name of the model; the first one served.")]
 Tier = Annotated[str, typer.Option("--tier", help="Latency tier.")]
 
 
@@ -66,8 +73,8 @@ def register(app: typer.Typer) -> None:
     """Adds the commands to `app`."""
     app.command(
         "generate",
-        epilog='Example: kvferry generate --router 10.0.0.1:50051 --router 10.0.0.2:50051 "Once upon"\n\n'
-        'Example: kvferry generate --choice yes --choice no "Is Paris in France?"',
+        epilog='Example: kvferry generate --max-tokens 40 --router hostA:50051 --router hostB:50051 "Once upon"\n\n'
+        'Example: kvferry generate --choice " Paris" --choice " Rome" "The capital of Italy is"',
     )(generate)
 
 
@@ -140,6 +147,7 @@ def generate(
     regex: RegexOption = None,
     choice: ChoiceOption = None,
     grammar: GrammarOption = None,
+    structural_tag: StructuralTagOption = None,
     tier: Tier = "",
     session_id: SessionOption = "",
     cache_salt: Annotated[str, typer.Option("--cache-salt", help="Shares the prefix cache with this salt only.")] = "",
@@ -149,7 +157,7 @@ def generate(
     bypass_prefix_cache: Annotated[
         bool, typer.Option("--bypass-prefix-cache", help="Neither look up nor fill the prefix cache.")
     ] = False,
-    model: Annotated[str, typer.Option("--model", help="Name of the model; the served one.")] = "",
+    model: ServedModel = "",
     request_id: Annotated[str, typer.Option("--request-id", help="Label in the server's logs.")] = "",
     timeout_s: Timeout = None,
     resume: ResumeOption = None,
@@ -167,7 +175,7 @@ def generate(
         min_tokens=min_tokens,
         temperature=temperature,
         top_p=top_p,
-        top_k=top_k,
+        top_k=0 if top_k == -1 else top_k,
         min_p=min_p,
         seed=seed,
         presence_penalty=presence_penalty,
@@ -194,7 +202,7 @@ def generate(
         bypass_prefix_cache=True if bypass_prefix_cache else None,
         request_id=request_id,
         session_id=session_id,
-        **constraint_of(json_schema, json_object, regex, choice, grammar),
+        **constraint_of(json_schema, json_object, regex, choice, grammar, structural_tag),
     )
     _answer(router_of(target, api_key, effective, resume=resume), effective, options, timeout_s, as_json=as_json)
 
@@ -202,9 +210,27 @@ def generate(
 def _answer(
     router: RouterTarget, config: Config, options: GenerateOptions, timeout_s: float | None, *, as_json: bool
 ) -> None:
+    if not as_json:
+        _check_shown_options(options)
     completion = run(request(router, config, options, timeout_s, is_quiet=as_json))
     if as_json:
         write_json(completion_json(completion))
+        return
+    for choice in completion.choices:
+        if why := early_end(completion, choice):
+            note(f"choice {choice.index} {why}" if len(completion.choices) > 1 else why)
+
+
+def early_end(completion: Completion, choice: Choice) -> str:
+    """How a choice ended, where neither the model nor a stop ended it; else nothing."""
+    match choice.finish and choice.finish.kind:
+        case FinishKind.LENGTH:
+            return f"ended at max_tokens ({completion.started.stopping.max_tokens or len(choice.token_ids)})"
+        case FinishKind.CANCELLED:
+            return "ended by an abort"
+        case FinishKind.DEADLINE:
+            return "ended at its time limit"
+    return ""
 
 
 def completion_json(completion: Completion) -> dict[str, object]:
@@ -261,8 +287,7 @@ async def stream_answer(
 ) -> Completion:
     """Writes the text of the first choice as it comes, unless quiet; returns the whole response.
 
-    Of several choices the first one's text has a header. Raises DeadlineExceeded saying how many tokens had come. The
-    line is ended however this ends.
+    Of several choices the first one's text has a header. The line is ended however this ends.
     """
     completion = Completion()
     header = _header(0) if _has_several_choices(options) else ""
@@ -273,21 +298,11 @@ async def stream_answer(
                 if not is_quiet and event.delta.text and event.delta.index == 0:
                     write(header + event.delta.text)
                     header = ""
-    except DeadlineExceeded as error:
-        raise _deadline_passed(error, timeout_s, completion) from error
     finally:
         if any(choice.text for choice in completion.choices[:1]) and not is_quiet:
             write("\n")
     completion.check_complete()
     return completion
-
-
-def _deadline_passed(error: DeadlineExceeded, timeout_s: float | None, completion: Completion) -> DeadlineExceeded:
-    if timeout_s is None:  # the server's own
-        return error
-    num_tokens = sum(len(choice.token_ids) for choice in completion.choices)
-    plural = "" if num_tokens == 1 else "s"
-    return DeadlineExceeded(f"the deadline of {timeout_s:g} s passed after {num_tokens} token{plural}")
 
 
 async def request(
@@ -323,6 +338,13 @@ def _check_stop_options(stop: Sequence[str] | None, *, include_stop: bool) -> No
     """Raises InvalidArgument for an option of stop strings without one."""
     if include_stop and not stop:
         raise InvalidArgument("--include-stop", "needs --stop")
+
+
+def _check_shown_options(options: GenerateOptions) -> None:
+    """Raises InvalidArgument for figures that text does not show."""
+    for option, number in (("--logprobs", options.logprobs), ("--prompt-logprobs", options.prompt_logprobs)):
+        if number is not None:
+            raise InvalidArgument(option, "needs --json")
 
 
 def prompt_of(text: str | None, token_ids: str | None) -> Prompt:

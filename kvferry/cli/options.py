@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from kvferry.client_routers import check_address
 from kvferry.config import Config, load_config
 from kvferry.errors import InvalidArgument
 
@@ -100,12 +101,7 @@ def router_of(
     configured = config.client.api_key
     key = api_key if api_key is not None or configured is None else configured.get_secret_value()
     chosen = [target] if isinstance(target, str) else target
-    addresses = tuple(_checked_address(address) for address in chosen or [config.router.grpc_listen])
+    addresses = tuple(chosen or [config.router.grpc_listen])
+    for address in addresses:
+        check_address("--target", address)
     return RouterTarget(addresses, key, resume)
-
-
-def _checked_address(address: str) -> str:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise InvalidArgument("--target", f"must be HOST:PORT, got {address!r}")
-    return address

@@ -60,7 +60,7 @@ async def test_stats_pin_unpin_and_flush(tmp_path: Path, kvferry: Kvferry) -> No
         assert code == 1 and "an API key is needed" in stderr
         generate = ("generate", "--prompt-token-ids", PROMPT_IDS, "--max-tokens", "2", "--ignore-eos", *target)
         code, _, stderr = await kvferry(*generate, KVFERRY_CLIENT__API_KEY=KEY)
-        assert (code, stderr) == (0, "")
+        assert (code, stderr) == (0, "ended at max_tokens (2)\n")
 
         code, stdout, _ = await kvferry(
             "cache", "pin", "sys", "--prompt-token-ids", PROMPT_IDS, *target, "--api-key", KEY, "--json"
@@ -105,10 +105,10 @@ async def test_a_system_prompt_is_pinned_as_chats_send_it(tmp_path: Path, kvferr
     async with running_deployment(config) as deployment:
         target = ("--target", deployment.router.address)
         pin = ("cache", "pin", "brief", "--system", EXAMPLE_SYSTEM, *target)
-        code, _, stderr = await kvferry(*pin)
-        assert code == 1 and "not cached on any worker; run a request with it first" in stderr
+        code, stdout, stderr = await kvferry(*pin)
+        assert (code, stdout) == (1, "") and "not cached on any worker; run a request with it first" in stderr
         code, _, stderr = await kvferry("chat", "--system", EXAMPLE_SYSTEM, "--max-tokens", "2", *target, stdin="hi\n")
-        assert (code, stderr) == (0, "")
+        assert (code, stderr) == (0, "ended at max_tokens (2)\n")
         code, stdout, _ = await kvferry(*pin, "--json")
         pinned = [worker["num_blocks"] for worker in json.loads(stdout)]
         tokenizer = TextTokenizer.load(tmp_path / "model")
@@ -131,8 +131,9 @@ async def test_what_did_nothing_says_so(tmp_path: Path, kvferry: Kvferry) -> Non
             (("pin", "x"), 2, "give one of PROMPT, --prompt-token-ids and --system"),
             (("pin", "x", "text", "--system", "more"), 2, "give one of PROMPT, --prompt-token-ids and --system"),
         ):
-            found, _, stderr = await kvferry("cache", *arguments, *target, COLUMNS="200")
+            found, stdout, stderr = await kvferry("cache", *arguments, *target, COLUMNS="200")
             assert (found, words in stderr) == (code, True), stderr
+            assert bool(stdout) == (code == 0)  # no table beside an error
 
 
 async def test_a_worker_that_is_gone_is_told_and_the_others_are_flushed(tmp_path: Path, kvferry: Kvferry) -> None:

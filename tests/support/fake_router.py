@@ -78,7 +78,8 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.AbortResponse(aborted_request_ids=request.request_ids[:1])
 
     async def GetCapabilities(self, request: Any, context: Any) -> inference_pb2.GetCapabilitiesResponse:
-        return inference_pb2.GetCapabilitiesResponse(capabilities=types_pb2.Capabilities(model="fake"))
+        known = types_pb2.Capabilities(model="fake", tiers=["standard", "batch"])
+        return inference_pb2.GetCapabilitiesResponse(capabilities=known)
 
     async def ListWorkers(self, request: Any, context: Any) -> inference_pb2.ListWorkersResponse:
         return inference_pb2.ListWorkersResponse(workers=self._workers)

@@ -13,7 +13,7 @@ import pytest
 from kvferry import __version__
 from kvferry.config import load_config
 from kvferry.errors import Unavailable
-from proto.kvferry.v1 import inference_pb2
+from proto.kvferry.v1 import inference_pb2, types_pb2
 from tests.support.commands import Outcome
 from tests.support.fake_router import TEXT, FakeRouter, events, start_fake_router
 from tests.unit.kvferry.conftest import Kvferry, Running
@@ -140,7 +140,7 @@ async def test_generate_asks_for_penalties_bias_and_logprobs(
     assert request.response.echo and request.response.HasField("prompt_logprobs")
     assert request.truncate_prompt_tokens == 9
     bad = await kvferry(environment, "generate", "--target", router.address, "--logit-bias", "dog=1", "x")
-    assert (bad.code, bad.stderr) == (1, "error: --logit-bias: must be ID=VALUE, such as 42=-100, got 'dog=1'\n")
+    assert (bad.code, bad.stderr) == (2, "error: --logit-bias: must be ID=VALUE, such as 42=-100, got 'dog=1'\n")
 
 
 @pytest.mark.parametrize(
@@ -153,6 +153,7 @@ async def test_generate_asks_for_penalties_bias_and_logprobs(
         (("--choice", "yes", "--choice", "no"), "choice", inference_pb2.Choices(choices=["yes", "no"])),
         (("--grammar", 'start: "a"'), "grammar", 'start: "a"'),
         (("--grammar", "FILE"), "grammar", '{"a": 1}'),
+        (("--structural-tag", '{"triggers": []}'), "structural_tag", '{"triggers": []}'),
         (("--session-id", "s"), "session_id", "s"),
     ],
 )
@@ -192,7 +193,7 @@ async def test_generate_refuses_constraints_before_a_router_is_needed(
     kvferry: Kvferry, environment: dict[str, str], arguments: tuple[str, ...], error: str
 ) -> None:
     outcome = await kvferry(environment, "generate", "--target", "127.0.0.1:1", *arguments, "x")
-    assert (outcome.code, outcome.stdout) == (1, "")
+    assert (outcome.code, outcome.stdout) == (2, "")
     assert outcome.stderr.startswith(f"error: {error}") and len(outcome.stderr.splitlines()) == 1
 
 
@@ -261,6 +262,47 @@ class StallingRouter(FakeRouter):
         await asyncio.Event().wait()
 
 
+class CutRouter(FakeRouter):
+    """Its answers are cut."""
+
+    def __init__(self, reason: types_pb2.FinishReason) -> None:
+        super().__init__()
+        self._reason = reason
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]
+        self.requests.append(request)
+        for event in events(request):
+            if event.HasField("started"):
+                event.started.stopping.max_tokens = 3
+            elif event.HasField("finish"):
+                event.finish.finish.CopyFrom(types_pb2.Finish(reason=self._reason))
+            await context.write(event)
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        (types_pb2.FINISH_REASON_LENGTH, "ended at max_tokens (3)"),
+        (types_pb2.FINISH_REASON_CANCELLED, "ended by an abort"),
+        (types_pb2.FINISH_REASON_DEADLINE, "ended at its time limit"),
+    ],
+)
+async def test_an_answer_that_was_cut_is_told_beside_it(
+    kvferry: Kvferry, environment: dict[str, str], reason: types_pb2.FinishReason, words: str
+) -> None:
+    server, address = await start_fake_router(CutRouter(reason))
+    told = await kvferry(environment, "generate", "--target", address, "x")
+    several = await kvferry(environment, "generate", "--target", address, "--n", "2", "x")
+    as_json = await kvferry(environment, "generate", "--target", address, "--json", "--top-k", "-1", "x")
+    chat = await kvferry(environment, "chat", "--target", address, stdin="x\n")
+    timing = await kvferry(environment, "chat", "--target", address, "--timing", "--model", "m", stdin="x\n")
+    await server.drain(0)
+    assert told == Outcome(0, TEXT + "\n", words + "\n") == chat
+    assert several.stderr == f"choice 0 {words}\nchoice 1 {words}\n"
+    assert (as_json.code, as_json.stderr) == (0, "")
+    assert timing.stderr.endswith(f"prompt tokens cached; {words}\n") and timing.stderr.count("ended") == 1
+
+
 @pytest.mark.parametrize(("options", "shown"), [((), TEXT[:5] + "\n"), (("--json",), "")])
 async def test_deadline_is_told_on_a_line_of_its_own(
     kvferry: Kvferry, environment: dict[str, str], options: tuple[str, ...], shown: str
@@ -293,16 +335,20 @@ async def test_workers_as_json_and_as_a_table(kvferry: Kvferry, environment: dic
     [
         (("generate", "--target", "{router}", "--tier", "gold", "x"), 1, "error: tier: there is no tier 'gold'"),
         (("generate", "--target", "127.0.0.1:1", "x"), 1, "no router answers at 127.0.0.1:1 (connection refused)"),
-        (("generate", "--target", "nonsense", "x"), 1, "error: --target: must be HOST:PORT"),
-        (("generate", "--prompt-token-ids", "1,a"), 1, "error: --prompt-token-ids: must be numbers"),
-        (("generate", "--length-penalty", "0.5", "x"), 1, "error: --length-penalty: needs --beam-width"),
-        (("generate", "--early-stopping", "x"), 1, "error: --early-stopping: needs --beam-width"),
+        (("generate", "--target", "nonsense", "x"), 2, "error: --target: must be HOST:PORT"),
+        (("generate", "--prompt-token-ids", "1,a"), 2, "error: --prompt-token-ids: must be numbers"),
+        (("generate", "--length-penalty", "0.5", "x"), 2, "error: --length-penalty: needs --beam-width"),
+        (("generate", "--early-stopping", "x"), 2, "error: --early-stopping: needs --beam-width"),
         (("generate", "--max-tokens", "-1", "x"), 1, "error: stopping.max_tokens: cannot be -1"),
         (("generate", "--timeout", "0", "x"), 2, "must be above 0, got 0"),
         (("generate", "--timeout", "-1", "x"), 2, "must be above 0, got -1"),
         (("generate", "--timeout", "nan", "x"), 2, "must be above 0, got nan"),
         (("generate", "--timeout", "inf", "x"), 2, "must be at most 1000000, got inf"),
-        (("generate", "--stop-token-ids", "", "x"), 1, "error: --stop-token-ids: must be numbers"),
+        (("generate", "--stop-token-ids", "", "x"), 2, "error: --stop-token-ids: must be numbers"),
+        (("generate", "--logprobs", "3", "x"), 2, "error: --logprobs: needs --json"),
+        (("generate", "--prompt-logprobs", "0", "x"), 2, "error: --prompt-logprobs: needs --json"),
+        (("generate", "--structural-tag", "/nowhere", "x"), 2, "error: --structural-tag: /nowhere cannot be read"),
+        (("generate", "--top-k", "-2", "x"), 1, "error: sampling.top_k: cannot be -2"),
         (("generate",), 2, "give either PROMPT or --prompt-token-ids"),
         (("generate", "--no-such-option"), 2, "No such option"),
         (("config", "--set", "engine.block_sise=8"), 1, "error: engine.block_sise: unknown key; the nearest known"),
@@ -312,9 +358,9 @@ async def test_workers_as_json_and_as_a_table(kvferry: Kvferry, environment: dic
             1,
             "error: telemetry.otlp_endpoint: must be",
         ),
-        (("config", "--output", "/no/such/folder/x.toml"), 1, "error: --output: cannot write /no/such/folder/x.toml"),
-        (("config", "--set", "x"), 1, "error: --set: must be SECTION.KEY=VALUE"),
-        (("config", "--config", "nowhere.toml"), 1, "error: --config: cannot read nowhere.toml"),
+        (("config", "--output", "/no/such/folder/x.toml"), 2, "error: --output: cannot write /no/such/folder/x.toml"),
+        (("config", "--set", "x"), 2, "error: --set: must be SECTION.KEY=VALUE"),
+        (("config", "--config", "nowhere.toml"), 2, "error: --config: cannot read nowhere.toml"),
         (("models", "prepare", "gpt-7"), 1, "error: model.name: there is no model 'gpt-7'; known: smollm2"),
         (("prefill", "--model", "/no/such/folder"), 1, "error: model.name: /no/such/folder does not exist"),
         (("router", "--prefill", "h:1"), 1, "error: router.decode: names no worker"),
@@ -328,7 +374,7 @@ async def test_errors_are_one_line_without_a_traceback(
     assert outcome.code == code
     assert words in outcome.stderr
     assert "Traceback" not in outcome.stderr
-    if code == 1:
+    if words.startswith("error: "):
         assert len(outcome.stderr.splitlines()) == 1
 
 
@@ -362,7 +408,7 @@ async def test_api_keys_are_printed_only_when_asked_for(
     hidden = await kvferry(environment, "config", "--config", str(file))
     assert hidden.code == 0 and 'name = "a"' in hidden.stdout and "SECRET" not in hidden.stdout
     refused = await kvferry(environment, "config", "--config", str(file), "--output", str(file))
-    assert refused.code == 1 and refused.stderr.startswith("error: --output: the configuration holds API keys")
+    assert refused.code == 2 and refused.stderr.startswith("error: --output: the configuration holds API keys")
     assert (await kvferry(environment, "config", "--config", str(file), "--output", str(file), "--show-keys")).code == 0
     assert load_config(file).own_key == "SECRET-of-tenant-a"
     assert file.stat().st_mode & 0o777 == 0o600

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import numpy
 import pytest
 
 from kvferry.client import AsyncClient, ChatMessage, GenerateOptions, PinOptions, Prompt, Tool, ToolCall
@@ -84,7 +86,7 @@ def test_unset_options_stay_unset_and_set_ones_are_all_sent() -> None:
         (GenerateOptions(prompt="x", model="\ud800"), "model"),
         (GenerateOptions(prompt="x", tier="\ud800"), "tier"),
         (GenerateOptions(prompt="x", request_id="\ud800"), "request_id"),
-        (GenerateOptions(prompt=[ChatMessage("user", "\ud800")]), "prompt.chat"),
+        (GenerateOptions(prompt=[ChatMessage("user", "\ud800")]), "prompt.chat.messages[0].content"),
         (GenerateOptions(prompt="x", stop_token_ids=[2**32]), "stopping.stop_token_ids"),
     ],
 )
@@ -92,6 +94,167 @@ def test_values_that_do_not_fit_are_refused_by_name(options: GenerateOptions, fi
     with pytest.raises(InvalidArgument) as caught:
         options.to_pb()
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["yes", b"yes", bytearray(b"yes"), {"yes": 1}, iter(["yes"]), (item for item in [1]), 5, memoryview(b"yes")],
+)
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("prompt", "prompt"),
+        ("tools", "tools"),
+        ("stop", "stopping.stop"),
+        ("stop_token_ids", "stopping.stop_token_ids"),
+        ("choice", "choice"),
+        ("bad_words", "sampling.bad_words"),
+        ("allowed_token_ids", "sampling.allowed_token_ids"),
+        ("logprob_token_ids", "response.logprob_token_ids"),
+        ("kept_special_token_ids", "response.kept_special_token_ids"),
+    ],
+)
+def test_what_python_takes_for_a_list_is_none(name: str, path: str, wrong: Any) -> None:
+    """Else a text would be sent as its letters, bytes as numbers, an iterator once only: with status OK."""
+    if name in ("prompt", "stop") and wrong == "yes":
+        wrong = 5  # one text is what these take
+    options = GenerateOptions(**{"prompt": "x", name: wrong})
+    with pytest.raises(InvalidArgument, match="must be ") as caught:
+        options.to_pb()
+    assert caught.value.field == path
+
+
+def test_one_text_ends_the_output_and_lists_may_be_of_any_kind() -> None:
+    assert list(GenerateOptions("x", stop="Paris").to_pb().stopping.stop) == ["Paris"]
+    assert GenerateOptions("x", stop="Paris").to_pb() == GenerateOptions("x", stop=["Paris"]).to_pb()
+    ids = numpy.array([1, 2], dtype=numpy.int32)
+    options: Any = GenerateOptions(ids, stop_token_ids=ids, allowed_token_ids=ids, max_tokens=numpy.int64(3))  # type: ignore[arg-type]
+    assert (
+        options.to_pb()
+        == options.to_pb()
+        == GenerateOptions((1, 2), stop_token_ids=range(1, 3), allowed_token_ids=[1, 2], max_tokens=3).to_pb()
+    )
+    unset: Any = {"stop": None, "bad_words": None, "logit_bias": None, "choice": None, "allowed_token_ids": None}
+    request = GenerateOptions("x", **unset).to_pb()
+    assert (request.sampling, request.stopping) == (inference_pb2.SamplingOptions(), inference_pb2.StoppingOptions())
+    assert request.WhichOneof("constraint") is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"choice": []}, "choice"),
+        ({"choice": ()}, "choice"),
+        ({"allowed_token_ids": []}, "sampling.allowed_token_ids"),
+        ({"logit_bias": [(1, 2.0)]}, "sampling.logit_bias"),
+        ({"prompt": {1, 2}}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [ChatMessage("user", "a"), 5]}, "prompt.chat.messages[1]"),
+        ({"prompt": [5, ChatMessage("user", "a")]}, "prompt.token_ids"),
+        ({"prompt": [True]}, "prompt.token_ids"),
+        ({"temperature": True}, "sampling.temperature"),
+        ({"json_schema": {"enum": [float("nan")]}}, "json_schema"),
+        ({"json_schema": ["a"]}, "json_schema"),
+        ({"structural_tag": {"a": object()}}, "structural_tag"),
+    ],
+)
+def test_values_that_would_be_read_as_something_else_are_refused(fields: dict[str, Any], path: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        GenerateOptions(**{"prompt": "x", **fields}).to_pb()
+    assert caught.value.field == path
+
+
+def test_json_may_be_given_as_a_dict() -> None:
+    schema = {"type": "object", "title": "Übung"}
+    assert json.loads(GenerateOptions("x", json_schema=schema).to_pb().json_schema) == schema
+    assert GenerateOptions("x", json_schema='{"a" :1}').to_pb().json_schema == '{"a" :1}'
+    assert json.loads(GenerateOptions("x", structural_tag={"tags": []}).to_pb().structural_tag) == {"tags": []}
+
+
+async def test_tools_are_part_of_what_a_conversation_becomes() -> None:
+    asked: list[inference_pb2.TokenizeRequest] = []
+
+    class Recording(FakeRouter):
+        async def Tokenize(
+            self, request: inference_pb2.TokenizeRequest, context: Any
+        ) -> inference_pb2.TokenizeResponse:
+            asked.append(request)
+            return inference_pb2.TokenizeResponse(token_ids=[1])
+
+    async with connected(Recording()) as client:
+        assert await client.tokenize([QUESTION], tools=[Tool("f", parameters={"type": "object"})]) == (1,)
+    assert list(asked[0].chat.tools) == [inference_pb2.Tool(name="f", parameters='{"type": "object"}')]
+
+
+QUESTION = {"role": "user", "content": "Hi"}
+CALL = {"id": "7", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
+
+
+def test_messages_and_tools_may_be_those_of_openai() -> None:
+    turns: list[dict[str, Any]] = [
+        QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "2", "tool_call_id": "7", "name": "f"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "description": "Adds.", "parameters": {"type": "object"}}}]
+    ours = [
+        ChatMessage("user", "Hi"),
+        ChatMessage("assistant", "", [ToolCall("f", {"a": 1}, "7")]),
+        ChatMessage("tool", "2", tool_call_id="7", name="f"),
+    ]
+    told = GenerateOptions(turns, tools=tools).to_pb()
+    ours_told = GenerateOptions(ours, tools=[Tool("f", "Adds.", '{"type": "object"}')]).to_pb()
+    ours_told.chat.messages[1].tool_calls[0].arguments = '{"a":1}'
+    assert told == ours_told
+
+
+@pytest.mark.parametrize(
+    ("message", "path"),
+    [
+        ({"content": "Hi"}, "role"),
+        ({"role": "user"}, "content"),
+        ({**QUESTION, "audio": "x"}, "audio"),
+        ({"role": "user", "content": [{"type": "text", "text": "Hi"}]}, "content"),
+        ({"role": "user", "content": 5}, "content"),
+        ({"role": "assistant", "tool_calls": CALL}, "tool_calls"),
+        ({"role": "assistant", "tool_calls": ["f"]}, "tool_calls[0]"),
+        ({"role": "assistant", "tool_calls": [{**CALL, "type": "custom"}]}, "tool_calls[0]"),
+        ({"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f"}}]}, "tool_calls[0].arguments"),
+    ],
+)
+def test_messages_that_are_not_understood_are_refused_by_name(message: Any, path: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        GenerateOptions([QUESTION, message]).to_pb()
+    assert caught.value.field == f"prompt.chat.messages[1].{path}"
+
+
+async def test_a_prompt_will_do_where_options_are_expected() -> None:
+    fake = FakeRouter()
+    async with connected(fake) as client:
+        for prompt in ("x", [1, 2], [ChatMessage("user", "Hi")], [QUESTION]):
+            assert (await client.complete(prompt, max_tokens=5)).text == TEXT
+        assert (await client.complete(GenerateOptions("x", max_tokens=4, seed=1), max_tokens=5)).text == TEXT
+        assert (await client.chat([QUESTION], max_tokens=5)).text == TEXT
+        async with client.stream("x", max_tokens=5) as pieces:
+            assert [piece async for piece in pieces] == [TEXT[:5], TEXT[5:]]
+        wrong: Any
+        for wrong in (5, None, b"x", {"role": "user"}):
+            with pytest.raises(InvalidArgument, match="prompt: must be text, token ids or messages"):
+                await client.complete(wrong)
+        for wrong in ([1, 2], [], QUESTION, 5):
+            with pytest.raises(InvalidArgument, match="messages: must be"):
+                await client.chat(wrong)
+        with pytest.raises(InvalidArgument, match="tools: is only for a conversation"):
+            await client.tokenize("x", tools=[Tool("f")])
+        with pytest.raises(InvalidArgument, match="request_ids"):
+            await client.abort(wrong)
+        with pytest.raises(InvalidArgument, match="token_ids: must be a list"):
+            await client.detokenize(b"ab")
+    assert [request.WhichOneof("prompt") for request in fake.requests] == [
+        *("text", "token_ids", "chat", "chat", "text", "chat", "text")
+    ]
+    assert {request.stopping.max_tokens for request in fake.requests} == {5}
+    assert fake.requests[4].sampling.seed == 1
 
 
 def test_options_of_the_cache_and_of_a_pin() -> None:

@@ -105,6 +105,40 @@ async def test_errors_are_ours_and_named_before_anything_is_sent() -> None:
     assert not client_threads()
 
 
+@pytest.mark.parametrize(
+    "target",
+    [
+        "localhost",
+        "http://127.0.0.1:50051",
+        "127.0.0.1:",
+        ":50051",
+        "127.0.0.1:99999",
+        "a b:1",
+        "",
+        b"a:1",
+        5,
+        {"a:1": 2},
+    ],
+)
+def test_an_address_that_is_none_is_told_at_once(target: Any) -> None:
+    for targets in (target, ["127.0.0.1:1", target]):
+        with pytest.raises(InvalidArgument, match=r"target: must be HOST:PORT"):
+            Client(targets)
+    assert not client_threads()
+
+
+async def test_a_stream_without_its_block_is_told() -> None:
+    async with serving(FakeRouter()) as address, AsyncClient(address) as ours:
+        with Client(address) as client:
+            wrong: Any
+            for wrong in (client.stream(OPTIONS), client.generate(OPTIONS), client.drain_worker("x")):
+                with pytest.raises(TypeError, match=r"with client\.stream\(…\) as pieces"):
+                    list(wrong)
+        for wrong in (ours.stream(OPTIONS), ours.generate(OPTIONS)):
+            with pytest.raises(TypeError, match=r"async with client\.stream\(…\) as pieces"):
+                aiter(wrong)
+
+
 async def test_an_error_of_a_stream_is_raised_inside_its_block() -> None:
     def program(address: str) -> None:
         with Client(address) as client:
@@ -131,9 +165,12 @@ async def test_leaving_a_stream_cancels_it_and_a_deadline_ends_it() -> None:
             return fake.num_open
 
     def read_to_the_end(client: Client) -> None:
-        with pytest.raises(DeadlineExceeded), client.stream(OPTIONS, timeout_s=0.3) as pieces:
+        words = r"^the deadline of 0\.3 s passed after [1-9]\d* tokens?$"
+        with pytest.raises(DeadlineExceeded, match=words), client.stream(OPTIONS, timeout_s=0.3) as pieces:
             for _ in pieces:
                 pass
+        with pytest.raises(DeadlineExceeded, match=words):
+            client.complete(OPTIONS, timeout_s=0.3)
 
     async with serving(fake) as address:
         with Client(address) as client:

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from kvferry.client_options import ChatMessage as ClientMessage
-from kvferry.client_options import GenerateOptions
+from kvferry.client import ChatMessage as ClientMessage
+from kvferry.client import GenerateOptions
 from kvferry.errors import InvalidArgument
 from proto.kvferry.v1 import inference_pb2 as pb
 from router.text.chat_template import ChatMessage, Tool

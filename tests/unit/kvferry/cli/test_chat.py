@@ -39,7 +39,7 @@ async def test_failed_turn_is_told_and_dropped(environment: dict[str, str], rout
     arguments = ["chat", "--target", router.address]
     outcome = await started_anew({**environment, "LC_ALL": locale}, *arguments, stdin=b"ab\xff\xfe\ntwo\n")
     assert (outcome.code, outcome.stdout) == (0, TEXT + "\n")
-    assert outcome.stderr.startswith("error: prompt.chat: ")
+    assert outcome.stderr.startswith("error: prompt.chat.messages[0].content: ")
     assert len(outcome.stderr.splitlines()) == 1
     (request,) = router.fake.requests
     assert [message.content for message in request.chat.messages] == ["two"]
@@ -64,7 +64,8 @@ async def test_commands_change_the_conversation(kvferry: Kvferry, environment: d
         "five",
     ]
     outcome = await kvferry(environment, "chat", "--target", router.address, stdin="\n".join(lines))
-    assert outcome == Outcome(0, ANSWER * 4, "")
+    next_turn, gone = "from the next turn on\n", "forgotten\n"
+    assert outcome == Outcome(0, ANSWER * 4, next_turn * 2 + gone * 2)
     assert [contents(request) for request in router.fake.requests] == [
         ["one"],
         ["Be brief.", "one", TEXT, "two"],
@@ -94,17 +95,37 @@ async def test_commands_show_what_there_is_and_unknown_ones_are_told(
     arguments = ["chat", "--target", router.address, "--tier", "batch"]
     outcome = await kvferry(environment, *arguments, stdin="\n".join(lines))
     assert outcome.stdout == f"{ANSWER}system: Be brief.\nuser: one\nassistant: {TEXT}\n"
-    system, tier, unknown, retry, drop, none, slash = outcome.stderr.splitlines()
+    set_system, system, tier, unknown, retry, drop, none, slash = outcome.stderr.splitlines()
+    assert set_system == "from the next turn on"
     assert (system, tier) == ("Be brief.", "batch")
     assert unknown.startswith("error: there is no /foo; /help shows") and slash.startswith("error: there is no /;")
     assert retry == "error: there is nothing to ask again"
     assert drop.endswith("at least 1, got 'x'") and none.endswith("at least 1, got '0'")
     helped = await kvferry(environment, "chat", "--target", router.address, stdin="/help")
-    names = [line.split()[0] for line in helped.stdout.splitlines()]
-    assert names == [
-        f"/{name}" for name in ["help", "history", "clear", "reset", "drop", "retry", "system", "tier", "quit"]
+    shown = [line[:18].split() for line in helped.stdout.splitlines()]
+    assert shown == [
+        *(["/help"], ["/history"], ["/clear,", "/reset"], ["/drop", "[NUMBER]"], ["/retry"]),
+        *(["/system", "[TEXT|-]"], ["/tier", "[NAME]"], ["/quit"]),
     ]
-    assert all(len(line.split()) > 2 for line in helped.stdout.splitlines())
+    assert all(len(line[18:].split()) > 1 for line in helped.stdout.splitlines())
+
+
+async def test_a_tier_that_is_none_is_told_at_once_and_the_system_prompt_can_be_removed(
+    kvferry: Kvferry, environment: dict[str, str], router: Running
+) -> None:
+    lines = ["/tier gold", "/tier", "/system -", "one", "/system", "/tier batch", "two"]
+    arguments = ["chat", "--target", router.address, "--system", "Be brief.", "--model", "m"]
+    outcome = await kvferry(environment, *arguments, stdin="\n".join(lines))
+    assert outcome.stdout == ANSWER * 2
+    assert outcome.stderr.splitlines() == [
+        "error: there is no tier 'gold'; known tiers: standard, batch",
+        "the server's default tier",
+        "from the next turn on",
+        "the assistant is told nothing first",
+        "from the next turn on",
+    ]
+    assert [(request.model, request.tier) for request in router.fake.requests] == [("m", ""), ("m", "batch")]
+    assert contents(router.fake.requests[1]) == ["one", TEXT, "two"]
 
 
 async def test_timings_are_shown_where_they_are_asked_for(
@@ -196,6 +217,7 @@ async def test_on_a_terminal_ctrl_c_ends_an_answer_and_figures_are_shown(environ
             await until(lambda: TEXT[:5].encode() in shown)
             process.send_signal(signal.SIGINT)
             await until(lambda: shown.count(b"> ") == 2)
+            assert b"interrupted; this turn is left out, /retry asks again" in shown
             os.write(ours, b"two\n")
             await until(lambda: b"1 of 4 prompt tokens cached" in shown)
             os.write(ours, b"\x04")
