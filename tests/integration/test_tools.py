@@ -309,7 +309,7 @@ async def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path) -> None:
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls", "cannot be kept with tool_choice auto"),
         ({"tools": strange, "tool_choice": "required"}, "tools", "Unimplemented keys"),
-        ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2].name", "name of another tool"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2].function.name", "name of another tool"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
             "tools[0].function.parameters",
