@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kvferry.errors import InvalidArgument, UnsupportedField
 
@@ -33,6 +34,16 @@ class AtFirstFault(FailFast):
 
 UInt = Annotated[int, Field(ge=0, lt=1 << 32)]
 Ids = Annotated[tuple[UInt, ...], AtFirstFault()]
+
+
+def _digits(key: object) -> object:
+    """Two ways to write one number would be two keys for one id."""
+    if isinstance(key, str) and not re.fullmatch(r"0|[1-9][0-9]{0,19}", key):
+        raise PydanticCustomError("token_key", "must be a token id, written in digits and without leading zeros")
+    return key
+
+
+TokenKey = Annotated[UInt, BeforeValidator(_digits)]
 Strings = Annotated[tuple[str, ...], AtFirstFault()]
 
 

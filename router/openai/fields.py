@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from kvferry.errors import InvalidArgument
 from proto.kvferry.v1 import inference_pb2 as pb
 from router.logit_rules import MAX_BIAS, MAX_PENALTY
-from router.openai.body import Body, Ids, Strings, UInt, told
+from router.openai.body import Body, Ids, Strings, TokenKey, UInt, told
 from router.openai.constraints import ConstraintFields
 from router.validation import MAX_CHOICES, MAX_STOP_STRINGS
 
@@ -42,7 +42,7 @@ class GenerationFields(ConstraintFields):
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     presence_penalty: float | None = told(default=0.0, least=-MAX_PENALTY, most=MAX_PENALTY)
     frequency_penalty: float | None = told(default=0.0, least=-MAX_PENALTY, most=MAX_PENALTY)
-    logit_bias: dict[UInt, float] | None = told(f"By token id; -{MAX_BIAS:g} … {MAX_BIAS:g} each.")
+    logit_bias: dict[TokenKey, float] | None = told(f"By token id; -{MAX_BIAS:g} … {MAX_BIAS:g} each.")
     max_tokens: UInt | None = told("Most output tokens; absent: what fits the context.", least=1)
     user: Annotated[str, Field(max_length=MAX_USER_CHARS)] | None = None
     service_tier: str | None = told("A tier; auto and default are the server's own choice.")
