@@ -27,8 +27,10 @@ def reference(folder: Path) -> Reference:
     return Reference(folder)
 
 
-@pytest.mark.parametrize(("block_size", "chunk_tokens"), BLOCK_AND_CHUNK)
-@pytest.mark.parametrize("kernels", ["reference", "native"])
+@pytest.mark.parametrize(
+    ("kernels", "block_size", "chunk_tokens"),
+    [*(("native", *sizes) for sizes in BLOCK_AND_CHUNK), ("reference", 16, 64)],
+)
 def test_greedy_tokens_equal_generate(
     folder: Path, reference: Reference, kernels: KernelChoice, block_size: int, chunk_tokens: int
 ) -> None:

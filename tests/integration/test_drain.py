@@ -358,6 +358,7 @@ async def test_the_last_ready_worker_of_a_role_is_drained_by_force_alone(tmp_pat
 
 async def test_orders_that_cannot_be_are_refused(tmp_path: Path) -> None:
     async with running_deployment(local_config(tmp_path / "model"), num_decode=2) as deployment:
+        await until(lambda: all(one.state is MemberState.READY for one in deployment.router.membership.decode))
         with pytest.raises(NotFound, match=r"no worker 'x'; known workers: prefill-0 \(127.0.0.1:\d+\), decode-0"):
             await progress_of(deployment.client, "x")
         with pytest.raises(NotFound):

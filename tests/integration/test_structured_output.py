@@ -42,7 +42,7 @@ SCHEMA: dict[str, Any] = {
 PATTERN = r"\+[0-9]{2} [0-9]{3,5}-(work|home|[a-z]{3})"
 TEXTS = ("yes", "yesterday", "no", "日本語", "I cannot say.")
 TAG = {"structures": [{"begin": "a", "schema": SCHEMA, "end": "."}], "triggers": ["a"]}
-TAGGED: dict[str, Any] = {"json_schema": None, "regex": None, "choice": (), "structural_tag": json.dumps(TAG)}
+TAGGED: dict[str, Any] = {"json_schema": None, "regex": None, "choice": None, "structural_tag": json.dumps(TAG)}
 TAGGED |= {"logit_bias": {ord("a") - ord("!"): 9.0}, "max_tokens": 90}
 KINDS: tuple[dict[str, Any], ...] = ({"json_schema": json.dumps(SCHEMA)}, {"regex": PATTERN}, {"choice": TEXTS})
 
@@ -247,7 +247,7 @@ async def attacked(config: Config, fields: Sequence[dict[str, Any]]) -> Counter[
 
     async def attack(client: AsyncClient) -> None:
         for number, one in enumerate(fields):
-            changed = {"json_schema": None, "regex": None, "choice": (), "max_tokens": 20, **one}
+            changed = {"json_schema": None, "regex": None, "choice": None, "max_tokens": 20, **one}
             try:
                 await client.complete(options(number, **changed), timeout_s=TIMEOUT_S)
                 ends["served"] += 1
@@ -295,7 +295,7 @@ async def test_each_constraint_is_judged_on_its_own(config: Config) -> None:
         {"choice": ("",) * 2_000},
         {"json_schema": json.dumps({"enum": ["x" * (1 << 20)]})},
     ]
-    free = {"json_schema": None, "regex": None, "choice": ()}
+    free = {"json_schema": None, "regex": None, "choice": None}
     async with running_deployment(config) as deployment:
         quiet = await choices_of(deployment.client, range(3))
         for number in range(20):
@@ -321,7 +321,7 @@ UNBOUNDED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", UNBOUNDED)
 async def test_what_nothing_bounds_ends_at_max_tokens(config: Config, name: str) -> None:
     """By itself or by length, never by an error; a text that ended by itself is whole (R088)."""
-    free = {"json_schema": None, "regex": None, "choice": ()}
+    free = {"json_schema": None, "regex": None, "choice": None}
     async with running_deployment(config) as deployment:
         for number in range(12):
             wanted = options(number, **{**free, **UNBOUNDED[name], "max_tokens": 1 + 3 * number})
@@ -336,7 +336,7 @@ async def test_what_nothing_bounds_ends_at_max_tokens(config: Config, name: str)
 
 async def test_the_first_token_of_json_mode_comes_from_prefill_and_opens_an_object(config: Config) -> None:
     """A hundred prompts over two workers; whatever ends by itself is an object (R089)."""
-    free = {"json_schema": None, "regex": None, "choice": ()}
+    free = {"json_schema": None, "regex": None, "choice": None}
     async with running_deployment(config) as deployment:
         at_once = asyncio.Semaphore(16)
 
@@ -361,7 +361,7 @@ async def test_a_document_may_end_with_either_of_two_ends(folder: Path, tmp_path
     config = deployment_config(model, timeout_s=30.0, block_size=16, num_blocks=1024)
     async with running_deployment(config, num_prefill=num_prefill) as deployment:
         for end in both:
-            choice_of = {"choice": (), "regex": "yes+", "json_schema": None, "logit_bias": {end: 90.0}}
+            choice_of = {"choice": None, "regex": "yes+", "json_schema": None, "logit_bias": {end: 90.0}}
             (whole,) = (await deployment.client.complete(options(2, **choice_of), timeout_s=TIMEOUT_S)).choices
             assert (whole.text, whole.token_ids[-1]) == ("yes", end)
             assert whole.finish is not None and whole.finish.kind is FinishKind.END_OF_SEQUENCE
