@@ -38,9 +38,11 @@ Ids = Annotated[tuple[UInt, ...], AtFirstFault()]
 
 def _digits(key: object) -> object:
     """Two ways to write one number would be two keys for one id."""
-    if isinstance(key, str) and not re.fullmatch(r"0|[1-9][0-9]{0,19}", key):
+    if not isinstance(key, str):
+        return key
+    if not re.fullmatch(r"0|[1-9][0-9]{0,19}", key):
         raise PydanticCustomError("token_key", "must be a token id, written in digits and without leading zeros")
-    return key
+    return int(key)
 
 
 TokenKey = Annotated[UInt, BeforeValidator(_digits)]
