@@ -54,6 +54,34 @@ class CompiledGrammar:
     special_token_ids: tuple[int, ...]
 
 
+class GrammarThread:
+    """One thread for what has to do with compiling, made with the first job, and a bounded number of jobs for it."""
+
+    def __init__(self, make: Callable[[], ThreadPoolExecutor]) -> None:
+        self._make = make
+        self._thread: ThreadPoolExecutor | None = None
+        self._free = threading.Semaphore(MAX_JOBS)
+
+    async def run(self, job: Callable[[], T]) -> T:
+        """Result of `job`; raises ResourceExhausted when too many run or wait."""
+        if not self._free.acquire(blocking=False):
+            raise ResourceExhausted(f"{MAX_JOBS} grammars are being compiled", retry_after_s=RETRY_AFTER_S)
+        try:
+            if self._thread is None:
+                self._thread = self._make()
+            future = self._thread.submit(job)
+        except BaseException:
+            self._free.release()
+            raise
+        future.add_done_callback(lambda _: self._free.release())
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """Drops waiting jobs; a running one ends by itself."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+
 class Grammars:
     """The compiled grammars of one model. Its methods belong to one event loop."""
 
@@ -63,8 +91,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._compiled: OrderedDict[tuple[str, tuple[int, ...]], CompiledGrammar] = OrderedDict()
         self._tokens: _Tokens | None = None  # of the thread alone once a grammar was asked for
-        self._thread: ThreadPoolExecutor | None = None
-        self._free = threading.Semaphore(MAX_JOBS)
+        self._thread = GrammarThread(_deep_thread)
 
     def prepare(self, eos_token_ids: tuple[int, ...]) -> None:
         """Builds the tokenizer's table now, before anything runs that would wait: the library keeps all threads from
@@ -102,22 +129,11 @@ class Grammars:
 
     async def run(self, job: Callable[[], T]) -> T:
         """Result of `job`, run in the thread that compiles; raises ResourceExhausted when too many wait for it."""
-        if not self._free.acquire(blocking=False):
-            raise ResourceExhausted(f"{MAX_JOBS} grammars are being compiled", retry_after_s=RETRY_AFTER_S)
-        try:
-            if self._thread is None:
-                self._thread = _deep_thread()
-            future = self._thread.submit(job)
-        except BaseException:
-            self._free.release()
-            raise
-        future.add_done_callback(lambda _: self._free.release())
-        return await asyncio.wrap_future(future)
+        return await self._thread.run(job)
 
     def close(self) -> None:
         """Drops waiting jobs; a running one ends by itself."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
 
     def _compile(self, grammar: str, eos_token_ids: tuple[int, ...]) -> CompiledGrammar:
         num_bytes = len(grammar.encode())

@@ -8,21 +8,19 @@ unless it took too long. Answers are kept, refusals too, so what ends children d
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import select
 import signal
 import subprocess
 import sys
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from kvferry.errors import InvalidArgument, ResourceExhausted
-from kvferry.grammar import MAX_COMPILED, MAX_JOBS, RETRY_AFTER_S
+from kvferry.errors import InvalidArgument
+from kvferry.grammar import MAX_COMPILED, GrammarThread
 from kvferry.telemetry import log_event
 from router.constraint import OutputConstraint
 
@@ -55,8 +53,7 @@ class GrammarChecker:
         self._answers: OrderedDict[OutputConstraint, dict[str, str]] = OrderedDict()
         self._child: subprocess.Popen[str] | None = None  # of the thread alone
         self._is_slow = False  # whether the last one that was lost was so for its work
-        self._thread: ThreadPoolExecutor | None = None
-        self._free = threading.Semaphore(MAX_JOBS)
+        self._thread = GrammarThread(lambda: ThreadPoolExecutor(1, thread_name_prefix="grammar"))
 
     async def checked(self, constraint: OutputConstraint | None) -> str:
         """The grammar for the workers; empty for no constraint.
@@ -72,7 +69,7 @@ class GrammarChecker:
                 constraint.field, "cannot be kept: the model has no end-of-sequence id to end it with"
             )
         if constraint not in self._answers:
-            self._answers[constraint] = await self._run(constraint)
+            self._answers[constraint] = await self._thread.run(lambda: self._ask(constraint))
             if len(self._answers) > MAX_COMPILED:
                 self._answers.popitem(last=False)
         self._answers.move_to_end(constraint)
@@ -83,20 +80,10 @@ class GrammarChecker:
 
     def close(self) -> None:
         """Drops waiting jobs and ends the child."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
         if self._child is not None:
             self._child.kill()
             self._child.communicate()
-
-    async def _run(self, constraint: OutputConstraint) -> dict[str, str]:
-        if not self._free.acquire(blocking=False):
-            raise ResourceExhausted(f"{MAX_JOBS} grammars are being compiled", retry_after_s=RETRY_AFTER_S)
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        future = self._thread.submit(self._ask, constraint)
-        future.add_done_callback(lambda _: self._free.release())
-        return await asyncio.wrap_future(future)
 
     def _ask(self, constraint: OutputConstraint) -> dict[str, str]:
         """Of the thread: one exchange with the child, or two, since it may be lost for another's fault."""
