@@ -76,8 +76,9 @@ def _kept(scaled: Sequence[float], request: SampleRequest, slack: float) -> list
     """Ids that min_p, top_k and top_p leave, the most likely first; with `slack` a few more or less at a border."""
     sampling = request.sampling
     order = sorted(range(len(scaled)), key=lambda token_id: (-scaled[token_id], token_id))
-    order = [one for one in order if scaled[one] > -math.inf and math.exp(scaled[one]) >= sampling.min_p * (1 - slack)]
-    order = order[: sampling.top_k or None] or [scaled.index(0.0)]
+    least = sampling.min_p * (1 - slack)
+    order = [one for one in order if scaled[one] > -math.inf and (scaled[one] == 0.0 or math.exp(scaled[one]) >= least)]
+    order = order[: sampling.top_k or None]
     if sampling.top_p >= 1.0:
         return order
     total = math.fsum(math.exp(scaled[token_id]) for token_id in order)
