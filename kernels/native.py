@@ -3,8 +3,8 @@
     open_native(folder) ─► the library of these sources, this compiler and this processor ─► Native ─► Team, Packed …
 
 The library uses what the processor has (AMX, AVX-512 with bfloat16, AVX2, NEON …): the compiler sees to it, and another
-processor gets a library of its own. A new one shows in a child process that it computes rightly; where AMX does not, one
-without AMX is built. Without a compiler there are none, and `kernels/reference.py` computes.
+processor gets a library of its own. A new one shows in a child process that it computes rightly; where it does not on
+AMX, one without AMX is built. Without a compiler there are none, and `kernels/reference.py` computes.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Step(ctypes.Structure):
 
 
 class Native:
-    """The loaded library. Linux permits AMX to threads that begin after this."""
+    """The loaded library, permitted to this process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -216,7 +216,7 @@ def _processor() -> str:
 
 
 def _build(command: list[str], path: Path, unfit: Path) -> None:
-    """One process builds, others that come meanwhile wait for it. Ends with the library at `path`, or a text at `unfit`."""
+    """Ends with the library at `path`, or why it is not there at `unfit`. Processes that come meanwhile wait."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_suffix(".lock")):
         if path.is_file() or unfit.is_file():

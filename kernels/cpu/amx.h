@@ -138,7 +138,7 @@ inline void dot_bf16() {
 
 constexpr bool IS_PRESENT = true;
 
-// Linux keeps the registers' memory for processes alone that asked for it, before their threads begin.
+// Linux has memory for the registers for those processes alone that asked for it.
 inline bool permitted() {
   constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;

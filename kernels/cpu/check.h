@@ -34,13 +34,16 @@ inline bool multiplies_well(Team& team, int64_t num_rows, int64_t num_inputs, in
   std::vector<Bf16> rows(whole_rows(num_rows) * num_inputs), weights(padded(num_outputs) * num_inputs);
   for (std::vector<Bf16>* values : {&rows, &weights})
     for (Bf16& value : *values) value = numbers.next();
-  const Linear linear = {reinterpret_cast<const uint32_t*>(weights.data()), nullptr, nullptr, num_inputs, num_outputs};
+  const Linear linear = {.packed = reinterpret_cast<const uint32_t*>(weights.data()),
+                         .bias = nullptr,
+                         .num_inputs = num_inputs,
+                         .num_outputs = num_outputs};
   const int64_t width = padded(num_outputs), stride = num_inputs / PER_UNIT<Bf16>;
   const auto product = [&](int64_t first, int64_t count) {
     std::vector<Bf16> some(rows.begin() + first * num_inputs, rows.begin() + (first + count) * num_inputs);
     some.resize(whole_rows(count) * num_inputs, Bf16{0x7fc0});  // rows beside it are NaN
     std::vector<float> output(count * width);
-    const Rows taken = {reinterpret_cast<const uint32_t*>(some.data()), stride, nullptr, nullptr};
+    const Rows taken = {.units = reinterpret_cast<const uint32_t*>(some.data()), .stride = stride};
     team.run([&] {
       multiply<Bf16, Bf16, After::STORE>(team, taken, count, linear, {output.data(), nullptr, width});
     });

@@ -29,7 +29,7 @@ from tests.support.models import VOCAB_SIZE, save_tiny_model
 LEAN = ("llama", "llama_tied", "mistral", "qwen2", "qwen3")
 DTYPES = (torch.float32, torch.bfloat16)
 NUM_BLOCKS = 64
-EMULATES_AMX = (*native.FLAGS, "-DKVFERRY_EMULATE_AMX")
+EMULATES_AMX = (*native.FLAGS, "-O1", "-DKVFERRY_EMULATE_AMX")
 
 
 def kernels(num_threads: int = 1) -> NativeKernels:
@@ -67,6 +67,28 @@ def test_linear_is_the_product_and_a_row_depends_on_itself_alone(
         for count in (1, 2, 5, 11, 12, 13, 16, 17, 32, 33, 48, 49, 60):
             assert torch.equal(team.linear(rows[:count], linear), whole[:count])
             assert torch.equal(team.linear(rows[-count:], linear), whole[-count:])
+
+
+@pytest.mark.parametrize("build", ["amx-emulated"], indirect=True)
+@pytest.mark.usefixtures("build")
+def test_amx_adds_up_as_the_manual_says() -> None:
+    """32 inputs at a time: sums of the even and of the odd ones, then both, then what was there; nothing subnormal."""
+    rows, weight = draw(5, 70).bfloat16(), draw(40, 70, seed=1).bfloat16()
+    rows[1, ::3] = weight[2, ::5] = 1e-39
+    rows[2], weight[3] = rows[2] * 2.0**-70, weight[3] * 2.0**-70
+    packed = pack(weight, torch.bfloat16)
+    linear = Linear(packed=packed.values.data_ptr(), num_inputs=70, num_outputs=40)
+    smallest = torch.finfo(torch.float32).tiny
+    exact_rows, exact_weight = (torch.where(part.abs() < smallest, 0, part).float() for part in (rows, weight))
+    right = torch.zeros(5, 40)
+    for first in range(0, 70, 32):
+        sums = torch.zeros(2, 5, 40)
+        for place in range(first, min(first + 32, 70)):
+            product = exact_rows[:, place, None] * exact_weight[None, :, place]  # which float32 has exactly
+            sums[place % 2] += product
+            sums[sums.abs() < smallest] = 0
+        right += sums[0] + sums[1]
+    assert torch.equal(kernels().linear(rows, linear), right)
 
 
 def rounded(values: Tensor, scales_dtype: torch.dtype) -> Tensor:
