@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "attention.h"
+#include "check.h"
 #include "linear.h"
 #include "rows.h"
 
@@ -57,10 +58,11 @@ struct Buffers {
     attention_width = padded(decoder.num_heads * cache.head_dim);
     projected_width = padded((decoder.num_heads + 2 * cache.num_kv_heads) * cache.head_dim);
     activation_width = padded(decoder.intermediate_size);
-    normed.resize(num_tokens * normed_width);
+    const int64_t num_rows = whole_rows(num_tokens);
+    normed.resize(num_rows * normed_width);
     queries.resize(num_tokens * attention_width);
-    attended.resize(num_tokens * attention_width);
-    activations.resize(num_tokens * activation_width);
+    attended.resize(num_rows * attention_width);
+    activations.resize(num_rows * activation_width);
     projected.resize(num_tokens * projected_width);
     if (std::is_same_v<W, Int8>) bytes.resize(num_tokens, std::max({normed_width, attention_width, activation_width}));
   }
@@ -114,7 +116,7 @@ void run_head(Team& team, const Decoder& decoder, const float* x, const int64_t*
               float* logits, int64_t stride) {
   using Taken = Read<W, T>;
   const int64_t width = padded(decoder.hidden_size);
-  std::vector<Taken> normed(num_rows * width);
+  std::vector<Taken> normed(whole_rows(num_rows) * width);
   Bytes bytes;
   bytes.resize(num_rows, width);
   team.run([&] {
@@ -138,6 +140,15 @@ void with_types(const Decoder& decoder, const Work& work) {
 }  // namespace
 
 extern "C" {
+
+// Whether this process may run what this library was built of; to be asked before a team is made.
+int kvferry_permitted() { return amx::permitted(); }
+
+// Whether this library computes rightly; of a permitted process.
+int kvferry_check() {
+  Team team(2);
+  return multiplies_well(team, 1, 64, 32) && multiplies_well(team, 19, 98, 70) && multiplies_well(team, 70, 576, 40);
+}
 
 Team* kvferry_team(int num_threads) { return new Team(num_threads); }
 
@@ -176,6 +187,12 @@ void kvferry_linear(Team* team, int is_bfloat16, int is_int8, const void* input,
   Bytes bytes;
   bytes.resize(num_rows, linear->num_inputs);
   const auto run = [&]<typename W, typename T>(const T* rows) {
+    std::vector<T> whole;
+    if (IS_ON_AMX<W> && num_rows < whole_rows(num_rows)) {
+      whole.assign(rows, rows + num_rows * stride);
+      whole.resize(whole_rows(num_rows) * stride);
+      rows = whole.data();
+    }
     team->run([&] {
       multiply<W, T, After::STORE>(*team, as_rows<W>(*team, rows, stride, num_rows, *linear, bytes), num_rows, *linear,
                                    {output, nullptr, padded(linear->num_outputs)});
