@@ -13,6 +13,7 @@ from hypothesis import settings
 from kvferry.config import load_config
 from kvferry.model_store import ModelStore
 from tests.support.commands import CommandServer
+from tests.support.forks import fork_server
 
 settings.register_profile("suite", derandomize=True, deadline=None)
 """The suite looks at the same examples every time: what a new one finds is for whoever runs the sweep, not for CI."""
@@ -45,3 +46,11 @@ def commands() -> Iterator[CommandServer]:
     """Runs `kvferry` commands."""
     with CommandServer() as server:
         yield server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forks() -> Iterator[None]:
+    """The server that forks workers and routers, where a test has started one, ends with the run."""
+    yield
+    if fork_server.cache_info().currsize:
+        fork_server().close()

@@ -24,7 +24,8 @@ from router.app import RouterApp
 from router.worker import MemberState, Worker
 from tests.support.deployment import Deployment, chat_folder, deployment_config, running_deployment
 from tests.support.drains import Request, progress_of
-from tests.support.worker_processes import ROOT, WorkerProcess, worker_process
+from tests.support.forks import ROOT
+from tests.support.worker_processes import WorkerProcess, worker_process
 from tests.support.workers import until
 
 PROMPT = list(range(20, 100))
