@@ -14,6 +14,7 @@ from kvferry.config import load_config
 from kvferry.model_store import ModelStore
 from tests.support.commands import CommandServer
 from tests.support.forks import fork_server
+from tests.support.stuck import StuckTests
 
 settings.register_profile("suite", derandomize=True, deadline=None)
 """The suite looks at the same examples every time: what a new one finds is for whoever runs the sweep, not for CI."""
@@ -21,7 +22,8 @@ settings.register_profile("sweep", print_blob=True, deadline=None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Properties see new examples with every sweep."""
+    """Properties see new examples with every sweep; a stuck test fails alone."""
+    config.pluginmanager.register(StuckTests())
     settings.load_profile("sweep" if config.getoption("markexpr") == "sweep" else "suite")
 
 
