@@ -1,10 +1,10 @@
 """A test that takes longer than its timeout is one failed test, and the run goes on.
 
-pytest-timeout says when; its own two ways to end a test do not do: uvloop swallows what its signal raises, and its thread
-ends the whole run without a word on what failed. Here the signal cancels the tasks of the event loop, so that the test
-cleans up, and raises where no loop runs. It comes again, and then cancels and raises in turn: a test may block its loop,
-and what it waits for at its end may hang, too. Where even that changes nothing the main thread hangs in foreign code and
-no Python of it will ever run again: a thread writes pytest's summary and ends the run.
+pytest-timeout says when; its own two ways to end a test do not do: uvloop swallows what its signal raises, and its
+thread ends the whole run without a word on what failed. Here the signal cancels the tasks of the event loop, so that
+the test cleans up, and raises where no loop runs. It comes again, and then cancels and raises in turn: a test may block
+its loop, and what it waits for at its end may hang, too. Where even that changes nothing the main thread hangs in
+foreign code and no Python of it will ever run again: a thread writes pytest's summary and ends the run.
 """
 
 from __future__ import annotations

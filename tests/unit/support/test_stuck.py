@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support.commands import plain_environment
 from tests.support.forks import ROOT
 
