@@ -30,7 +30,8 @@ from kvferry.config import child_environment
 
 ROOT = Path(__file__).parents[2]
 MAX_REQUEST_BYTES = 1 << 20
-PRELOADED = ("decode_svc.role", "engine.model_runner", "engine.scripted", "prefill_svc.role", "router.app", "uvloop")
+PRELOADED = ("kvferry.cli.app", "decode_svc.role", "engine.model_runner", "engine.scripted", "prefill_svc.role")
+PRELOADED += ("router.app", "uvloop")
 NUM_FILES = 3
 """Standard output, standard error and the pipe of the keeper."""
 
@@ -148,6 +149,7 @@ def _become(request: dict[str, Any], files: Sequence[int]) -> None:
     os.close(files[-1])
     module, *arguments = request["arguments"]
     sys.argv[:] = [module, *arguments]
+    sys.modules.pop(module, None)  # a module that is run must not be imported
     os._exit(_run(module))  # taking down what the server has loaded takes longer than loading a model
 
 
