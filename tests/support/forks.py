@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -150,14 +150,17 @@ def _become(request: dict[str, Any], files: Sequence[int]) -> None:
     module, *arguments = request["arguments"]
     sys.argv[:] = [module, *arguments]
     sys.modules.pop(module, None)  # a module that is run must not be imported
-    os._exit(_run(module))  # taking down what the server has loaded takes longer than loading a model
+    os._exit(exit_code_of(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True)))
 
 
-def _run(module: str) -> int:
-    """The exit code."""
+def exit_code_of(program: Callable[[], object]) -> int:
+    """Runs a program in a process that was forked; what it registered for its end is done.
+
+    What its parent has loaded is not taken down: that takes longer than most programs do.
+    """
     code: object = 1
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        program()
         code = 0
     except SystemExit as end:
         code = end.code or 0
@@ -167,6 +170,7 @@ def _run(module: str) -> int:
         traceback.print_exc()
     atexit._run_exitfuncs()
     sys.stdout.flush()
+    sys.stderr.flush()
     return code if isinstance(code, int) else 1
 
 
