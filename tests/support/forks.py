@@ -30,8 +30,15 @@ from kvferry.config import child_environment
 
 ROOT = Path(__file__).parents[2]
 MAX_REQUEST_BYTES = 1 << 20
-PRELOADED = ("kvferry.cli.app", "decode_svc.role", "engine.model_runner", "engine.scripted", "prefill_svc.role")
-PRELOADED += ("router.app", "uvloop")
+PRELOADED = (
+    "decode_svc.role",
+    "engine.model_runner",
+    "engine.scripted",
+    "kvferry.cli.app",
+    "prefill_svc.role",
+    "router.app",
+    "uvloop",
+)
 NUM_FILES = 3
 """Standard output, standard error and the pipe of the keeper."""
 
