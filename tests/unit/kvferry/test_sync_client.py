@@ -21,6 +21,7 @@ from kvferry.errors import Cancelled, DeadlineExceeded, FailedPrecondition, Inva
 from kvferry.sync_client import Client
 from proto.kvferry.v1 import inference_pb2 as pb
 from tests.support.fake_router import TEXT, FakeRouter, events, start_fake_router
+from tests.support.commands import plain_environment
 from tests.support.forks import ROOT
 from tests.support.workers import until
 
