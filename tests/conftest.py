@@ -51,8 +51,11 @@ def commands() -> Iterator[CommandServer]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _forks() -> Iterator[None]:
-    """The server that forks workers and routers, where a test has started one, ends with the run."""
+def _forks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The server that forks workers and routers starts before the first test: one that waited for it would hold up the
+    workers in its own event loop."""
+    if any(item.get_closest_marker("processes") for item in request.session.items):
+        fork_server()
     yield
     if fork_server.cache_info().currsize:
         fork_server().close()

@@ -39,6 +39,7 @@ PRELOADED = (
     "router.app",
     "uvloop",
 )
+READY = b"ready"
 NUM_FILES = 3
 """Standard output, standard error and the pipe of the keeper."""
 
@@ -79,7 +80,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Lives as long as this process."""
+    """Lives as long as this process; made when it has loaded everything."""
 
     def __init__(self) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -90,6 +91,7 @@ class ForkServer:
                 cwd=ROOT,
                 env=child_environment(1),
             )
+        assert self._channel.recv(len(READY)) == READY, "the server that forks did not start"
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], stderr: IO[bytes]) -> ForkedProcess:
         """`python -m *arguments`; its standard input is empty."""
@@ -189,6 +191,7 @@ def _serve(descriptor: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those that were forked
     with socket.socket(fileno=descriptor) as channel:
+        channel.send(READY)
         process = _next_process(channel)
     if process is not None:
         _become(*process)
