@@ -148,7 +148,7 @@ def test_slots_of_others_cannot_spoil_a_row(attend: Attend, fill: float, window:
 
 
 def test_bfloat16_is_summed_in_float32(attend: Attend) -> None:
-    """What is added up is float32; weights are rounded to bfloat16 before they meet the values, and so is the output."""
+    """What is added up is float32; weights are rounded to bfloat16 before they meet values, and so is the output."""
     sequences = make_sequences(MIXED_QUERIES, MIXED_CONTEXTS, 4, 2, 64, torch.bfloat16)
     ours = paged(attend, sequences, 16, 0.125, None, None, fill=0.0)
     assert ours.dtype == torch.bfloat16
