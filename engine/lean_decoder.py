@@ -8,7 +8,9 @@ its own forward pass. Embedding and rotary embedding stay transformers'.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +20,31 @@ from transformers import PreTrainedModel
 
 from engine.packed_weights import kept_weights
 from engine.paged_attention import AttentionCall, PagedBatch
-from kernels.decoder import GROUP, DecoderShape, LayerWeights, NativeDecoder, NativeKernels, pack_decoder
+from kernels.decoder import DecoderShape, LayerWeights, NativeDecoder, NativeKernels, num_rounded, pack_decoder
+from kernels.groups import GROUP, SAMPLE_ROWS, exact_groups
+
+logger = logging.getLogger(__name__)
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+CODES = frozenset({torch.int8, torch.uint4})
+"""Types of weights that are codes with scales."""
+
+Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Something on the right device and positions `[1, T]` → cosines and sines, `[1, T, D]` both."""
 
 
 class LeanDecoder:
     """The forward pass of one model."""
 
-    def __init__(self, model: PreTrainedModel, decoder: NativeDecoder) -> None:
-        inner = _untyped(model.model)
-        self._embedding, self._rotary = inner.embed_tokens, inner.rotary_emb
-        self._decoder = decoder
+    def __init__(self, embed: Callable[[Tensor], Tensor], rotary: Rotary, decoder: NativeDecoder) -> None:
+        """`embed`: token ids `[T]` → `[T, H]`."""
+        self._embed, self._rotary, self._decoder = embed, rotary, decoder
 
     @torch.inference_mode()
     def logits(self, batch: PagedBatch, rows: Tensor) -> Tensor:
         """Float32 logits `[len(rows), vocab_size]` of the flattened rows `rows`."""
         assert batch.cache is not None
-        x = self._embedding(batch.input_ids[0]).float()  # [T, H]
+        x = self._embed(batch.input_ids[0]).float()  # [T, H]
         cosines, sines = self._rotary(x[None], batch.position_ids)  # [1, T, D]
         x = self._decoder.layers(
             x,
@@ -56,14 +65,16 @@ def lean_decoder(
     model: PreTrainedModel,
     calls: Sequence[AttentionCall],
     kernels: NativeKernels,
+    dtype: torch.dtype,
     weights_dtype: torch.dtype,
     packed_file: Path | None = None,
 ) -> LeanDecoder | None:
     """None for a model that is none of Llama's family, or that differs from it where it matters.
 
-    `weights_dtype`: the model's, or int8; `packed_file`: where its packed weights are, or are to be kept.
+    `dtype`: the cache's; `weights_dtype`: the same, int8 or uint4 (`kernels.decoder.pack`); `packed_file`: where its
+    packed weights are, or are to be kept.
     """
-    if not _is_like_llama(model, calls, GROUP if weights_dtype == torch.int8 else 2):
+    if not _is_like_llama(model, calls, GROUP if weights_dtype in CODES else 2):
         return None
     config, inner = model.config, _untyped(model.model)
     head: Tensor = _untyped(model.lm_head).weight
@@ -81,7 +92,28 @@ def lean_decoder(
     weights = kept_weights(
         packed_file, lambda: pack_decoder(map(_weights, inner.layers), inner.norm.weight, head, weights_dtype)
     )
-    return LeanDecoder(model, NativeDecoder(kernels, shape, weights, model.dtype))
+    if weights_dtype == torch.uint4:
+        logger.info("%s: %d of its linears hold rounded weights", config.model_type, num_rounded(weights))
+    decoder = NativeDecoder(kernels, shape, weights, dtype)
+    return LeanDecoder(_embedding(model, decoder, dtype, weights_dtype), inner.rotary_emb, decoder)
+
+
+def is_made_of_codes(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> bool:
+    """Whether a `lean_decoder` in uint4 holds this model's very weights: all are codes already, by a sample of each."""
+    if not _is_like_llama(model, calls, GROUP):
+        return False
+    linears = (module for module in model.modules() if isinstance(module, torch.nn.Linear))
+    return all(exact_groups(linear.weight[:SAMPLE_ROWS]) is not None for linear in linears)
+
+
+def _embedding(
+    model: PreTrainedModel, decoder: NativeDecoder, dtype: torch.dtype, weights_dtype: torch.dtype
+) -> Callable[[Tensor], Tensor]:
+    """The model's own in `dtype`, or in uint4 the output layer's packed weights, where they are the same."""
+    embedding: Tensor = _untyped(model.model).embed_tokens.weight
+    if weights_dtype == torch.uint4 and embedding is _untyped(model.lm_head).weight:
+        return decoder.embed
+    return partial(torch.nn.functional.embedding, weight=embedding.to(dtype))
 
 
 def _is_like_llama(model: PreTrainedModel, calls: Sequence[AttentionCall], unit: int) -> bool:

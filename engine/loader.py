@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine.forward_batch import SequenceSlice
 from engine.kv_cache import TORCH_DTYPES, PagedKvCache
-from engine.lean_decoder import lean_decoder
+from engine.lean_decoder import is_made_of_codes, lean_decoder
 from engine.model_folder import check_model_folder, model_fingerprint
 from engine.paged_attention import (
     ATTENTION_NAME,
@@ -44,7 +44,8 @@ logger = logging.getLogger(__name__)
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 RESCALING_ROPE_TYPES = frozenset({"dynamic", "longrope"})
 CHECK_TOKENS, CHECK_CHUNK, CHECK_BLOCK = 24, 15, 4
-LARGEST_DEVIATION = {"float32": 1e-3, "bfloat16": 0.15, "int8": 0.3}
+WEIGHT_DTYPES = {"int8": torch.int8, "int4": torch.uint4}
+LARGEST_DEVIATION = {"float32": 1e-3, "bfloat16": 0.15, "int8": 0.3, "int4": 0.6}
 """Median over the checked positions of |ours - theirs| / |theirs|: rounding is far below, a dropped term far above."""
 
 
@@ -90,8 +91,8 @@ def load_model(
     """Load the model in `folder` with weights and KV in `dtype` ("float32" or "bfloat16").
 
     With `kernels` a model of Llama's family runs on them as a whole, of any other its attention. Packed weights are
-    kept in `packed_folder`, if there is one. `quantization` "int8": weights of the linears are rounded to it, where
-    `kernels` run a model of Llama's family.
+    kept in `packed_folder`, if there is one. `quantization`: "int8" and "int4" hold the weights of the linears as codes
+    (`kernels.decoder.pack`), where `kernels` run a model of Llama's family; "auto" is "int4" where that rounds nothing.
 
     Raises:
         FailedPrecondition: a file is missing or damaged, a tensor is missing, or the model cannot be served exactly.
@@ -100,9 +101,14 @@ def load_model(
     config = _read_config(folder)
     limit = _context_limit(folder, config, max_context)
     _refuse_by_config(folder, config, limit)
-    model = _read_weights(folder, config, dtype)
+    model = _read_weights(folder, config, _dtype_to_read(config, dtype, quantization))
     calls = _dry_run(folder, model)
     _refuse_by_calls(folder, config, calls)
+    if quantization == "auto":
+        quantization = "none" if kernels is None or not is_made_of_codes(model, calls) else "int4"
+        logger.info("%s: quantization auto is %s", folder, quantization)
+    if quantization == "none" and model.dtype != TORCH_DTYPES[dtype]:
+        model = _read_weights(folder, config, dtype)
     layout = KvLayout(
         num_layers=len(calls),
         num_kv_heads=calls[0].num_kv_heads,
@@ -113,17 +119,23 @@ def load_model(
         rope_digest=_rope_digest(config),
     )
     packed_file = packed_folder and packed_folder / _packed_name(layout)
-    weights_dtype = TORCH_DTYPES[dtype] if quantization == "none" else torch.int8
-    lean = None if kernels is None else lean_decoder(model, calls, kernels, weights_dtype, packed_file)
+    kv_dtype, weights_dtype = TORCH_DTYPES[dtype], WEIGHT_DTYPES.get(quantization, TORCH_DTYPES[dtype])
+    lean = None if kernels is None else lean_decoder(model, calls, kernels, kv_dtype, weights_dtype, packed_file)
     if lean is None and quantization != "none":
         raise FailedPrecondition(
-            f"{folder}: quantization {quantization} needs a model of Llama's family and native kernels"
+            f"{folder}: quantization {quantization} needs a model of Llama's family, sizes that are multiples of 32, and "
+            "native kernels"
         )
     forward = lean or GenericForward(model)
     attend = paged_attention if kernels is None else kernels.paged_attention
     limit_of = LARGEST_DEVIATION[dtype if quantization == "none" else quantization]
     vocab_size = _compare_with_eager(folder, model, layout, forward, attend, limit_of)
     return LoadedModel(forward, layout, limit, vocab_size, _widest_window(calls))
+
+
+def _dtype_to_read(config: PreTrainedConfig, dtype: str, quantization: str) -> str:
+    """The folder's own where codes are looked for in its weights: rounded to bfloat16 they would be lost."""
+    return "float32" if quantization in ("auto", "int4") and config.dtype != torch.bfloat16 else dtype
 
 
 def quantised_fingerprint(fingerprint: str, quantization: str) -> str:

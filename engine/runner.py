@@ -30,7 +30,7 @@ class RunnerConfig:
         device: only "cpu" so far.
         num_threads: torch threads of this process.
         max_context: upper limit on a sequence's tokens; None: what the model's configuration allows.
-        quantization: "none", or "int8" for the weights of the linears.
+        quantization: "none", or how linears hold their weights (`load_model`).
         kernels: "native", "reference", or "auto": native where they can be built.
         kernels_folder: where the native ones are kept once they are built, and weights packed for them.
     """

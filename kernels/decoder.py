@@ -16,21 +16,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.groups import GROUP, Groups, exact_groups, round_to_bytes, round_to_nibbles
 from kernels.native import AttentionSettings, Cache, Decoder, Layer, Linear, Native, Sequences, Step
 
 TILE = 32
 """Output features of a tile, as in `linear.h`; rows are padded to it."""
 PACKING = 1
 """Counts up with every change of what `pack_decoder` makes."""
-INT8_MAX = 127
-INT8_OFFSET = 128
-"""Added to weights, whose bytes have no sign."""
-GROUP = 32
-"""Inputs that share a scale in int8."""
-SMALLEST_SCALE = 2.0**-24
-"""Of half precision; weights that need a smaller one become 0."""
 GATES = TILE // 2
 """Gates of a tile whose other half are their partners."""
+ROUNDED = ".rounded"
+"""Ends the name of a mark beside weights that are rounded."""
 
 
 def padded(count: int) -> int:
@@ -43,30 +39,73 @@ class Packed:
     """A packed weight matrix.
 
     Attributes:
-        values: `[tiles, units, 32 · elements of a unit]`, zeros where there is no output.
-        scales: `[tiles, groups, 32]` float16, of int8 only.
+        values: `[tiles, units, 32 · elements of a unit]`, zeros where there is no output; codes of 4 bits are two in a
+            byte, of two neighbouring units, so there are half as many.
+        scales, minimums: of codes, `[tiles, groups, 32]` float16; minimums None: -128 · scale.
+        is_exact: whether these are the very weights, not rounded ones.
     """
 
     values: Tensor
     scales: Tensor | None = None
+    minimums: Tensor | None = None
+    is_exact: bool = True
+
+    def linear(self, num_inputs: int, num_outputs: int, bias: Tensor | None = None) -> Linear:
+        """For the library; its tensors must stay alive. Raises ValueError where the sizes are not these weights'."""
+        bits = 0 if self.scales is None else 8 * self.values.numel() // (padded(num_outputs) * num_inputs)
+        if self.values.numel() * 8 != padded(num_outputs) * num_inputs * (bits or 8):
+            raise ValueError(f"{self.values.numel()} packed elements are not {padded(num_outputs)} · {num_inputs}")
+        tensors = {"packed": self.values, "bias": bias, "scales": self.scales, "minimums": self.minimums}
+        pointers = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
+        return Linear(**pointers, bits=bits, num_inputs=num_inputs, num_outputs=num_outputs)
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """The weights of the outputs `outputs` `[count]` int64, `[count, num_inputs]` float32. Of codes only."""
+        assert self.scales is not None
+        tiles, lanes, groups = outputs // TILE, outputs % TILE, self.scales.shape[1]
+        codes = self.values.view(len(self.values), -1, TILE, 4)[tiles, :, lanes]  # [count, units or pairs of them, 4]
+        if codes.shape[1] * 8 == groups * GROUP:
+            codes = torch.stack([codes & 15, codes >> 4], dim=2)  # [count, pairs, 2, 4]
+        of_outputs = (None if part is None else part[tiles, :, lanes] for part in (self.scales, self.minimums))
+        scales, minimums = of_outputs
+        assert scales is not None
+        return Groups(codes.reshape(len(outputs), groups, GROUP), scales, minimums, bits=8, is_exact=True).values()
 
 
 def pack(weight: Tensor, dtype: torch.dtype) -> Packed:
-    """`[num_outputs, num_inputs]`, in `dtype`; in int8 every 32 inputs of an output share a scale, by the largest.
+    """`[num_outputs, num_inputs]`, in `dtype`.
+
+    In int8 every 32 inputs of an output share a scale, by the largest. In uint4 weights that are codes already keep
+    their values, in 8 bits where these need them (GGUF's Q4_0, Q4_1, Q8_0); others are rounded to 4.
 
     Raises ValueError where the inputs are no whole number of units, or of groups.
     """
-    if dtype != torch.int8:
-        return Packed(_tiles(weight, dtype))
-    num_outputs, num_inputs = weight.shape
-    if num_inputs % GROUP:
-        raise ValueError(f"{num_inputs} input features are no whole number of groups of {GROUP}")
-    groups = torch.zeros(padded(num_outputs), num_inputs // GROUP, GROUP)
-    groups[:num_outputs] = weight.view(num_outputs, -1, GROUP)
-    scales = (groups.abs().amax(dim=2) / INT8_MAX).half()  # [outputs, groups]; what is rounded is rounded by these
-    whole = (groups / scales.float().clamp_min(SMALLEST_SCALE)[..., None]).round().clamp(-INT8_MAX, INT8_MAX)
-    values = _tiles((whole + INT8_OFFSET).view(-1, num_inputs), torch.uint8)
-    return Packed(values, scales.view(-1, TILE, num_inputs // GROUP).transpose(1, 2).contiguous())
+    if dtype == torch.uint4:
+        return pack_groups(exact_groups(weight) or round_to_nibbles(weight))
+    return pack_groups(round_to_bytes(weight)) if dtype == torch.int8 else Packed(_tiles(weight, dtype))
+
+
+def pack_head(weight: Tensor, dtype: torch.dtype) -> Packed:
+    """As `pack`, but nothing is rounded to less than 8 bits: every token depends on it at once."""
+    if dtype == torch.uint4:
+        return pack_groups(exact_groups(weight) or round_to_bytes(weight))
+    return pack(weight, dtype)
+
+
+def pack_groups(groups: Groups) -> Packed:
+    """Weights that are codes."""
+    values = _tiles(groups.codes.flatten(1), torch.uint8)  # [tiles, units, 128]
+    if groups.bits == 4:
+        values = values[:, 0::2] | (values[:, 1::2] << 4)
+    minimums = None if groups.minimums is None else _tiles_of_groups(groups.minimums)
+    return Packed(values.contiguous(), _tiles_of_groups(groups.scales), minimums, groups.is_exact)
+
+
+def _tiles_of_groups(halves: Tensor) -> Tensor:
+    """`[num_outputs, groups]` → `[tiles, groups, 32]`."""
+    filled = torch.zeros(padded(len(halves)), halves.shape[1], dtype=halves.dtype)
+    filled[: len(halves)] = halves
+    return filled.view(-1, TILE, halves.shape[1]).transpose(1, 2).contiguous()
 
 
 def _tiles(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -156,15 +195,27 @@ def pack_decoder(
     layers: Iterable[LayerWeights], final_norm: Tensor, head: Tensor, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """What `NativeDecoder` needs, by name. `final_norm`: `[H]`; `head`: `[vocab_size, H]`."""
-    packed = {"final_norm": pad(final_norm), **_parts("head", pack(head, dtype))}
+    packed = {"final_norm": pad(final_norm), **_parts("head", pack_head(head, dtype))}
     for number, layer in enumerate(layers):
         packed |= {f"{number}.{name}": tensor for name, tensor in pack_layer(layer, dtype).items()}
     return packed
 
 
+def num_rounded(weights: Mapping[str, Tensor]) -> int:
+    """How many linears of `pack_decoder`'s weights hold rounded values."""
+    return sum(name.endswith(ROUNDED) for name in weights)
+
+
 def _parts(name: str, packed: Packed) -> dict[str, Tensor]:
-    scales = {} if packed.scales is None else {f"{name}.scales": packed.scales}
-    return {name: packed.values, **scales}
+    parts = {name: packed.values, f"{name}.scales": packed.scales, f"{name}.minimums": packed.minimums}
+    if not packed.is_exact:
+        parts[f"{name}{ROUNDED}"] = torch.ones(1, dtype=torch.uint8)
+    return {part: tensor for part, tensor in parts.items() if tensor is not None}
+
+
+def _packed(weights: Mapping[str, Tensor], name: str) -> Packed:
+    scales, minimums = (weights.get(f"{name}.{part}") for part in ("scales", "minimums"))
+    return Packed(weights[name], scales, minimums, f"{name}{ROUNDED}" not in weights)
 
 
 def pad(values: Tensor) -> Tensor:
@@ -218,13 +269,13 @@ class NativeKernels:
         return output
 
     def linear(self, rows: Tensor, weight: Linear) -> Tensor:
-        """`[num_rows, num_inputs]` in the weight's dtype, float32 for int8 → `[num_rows, num_outputs]` float32."""
+        """`[num_rows, num_inputs]` in the weight's dtype, float32 for codes → `[num_rows, num_outputs]` float32."""
         rows = rows.contiguous()
         output = torch.empty(len(rows), padded(weight.num_outputs))
         self.native.linear(
             self.team,
             int(rows.dtype == torch.bfloat16),
-            int(weight.scales is not None),
+            int(weight.bits > 0),
             rows.data_ptr(),
             rows.shape[1],
             len(rows),
@@ -240,7 +291,7 @@ class NativeDecoder:
     def __init__(
         self, kernels: NativeKernels, shape: DecoderShape, weights: Mapping[str, Tensor], dtype: torch.dtype
     ) -> None:
-        """`weights`: of `pack_decoder`, in `dtype` or in int8; `dtype`: the cache's."""
+        """`weights`: of `pack_decoder`, in `dtype` or as codes; `dtype`: the cache's."""
         self._kernels, self._shape, self._weights = kernels, shape, weights  # which the structures point to
         self._width = padded(shape.hidden_size)
         self._layers = (Layer * len(shape.windows))(
@@ -248,7 +299,7 @@ class NativeDecoder:
         )
         self._decoder = Decoder(
             is_bfloat16=int(dtype == torch.bfloat16),
-            is_int8=int(weights["head"].dtype == torch.uint8),
+            is_quantised=int(weights["head"].dtype == torch.uint8),
             num_layers=len(shape.windows),
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,
@@ -279,15 +330,15 @@ class NativeDecoder:
         )
 
     def _linear(self, name: str, num_inputs: int, num_outputs: int) -> Linear:
-        packed = self._weights[name]
-        if packed.numel() != padded(num_outputs) * num_inputs:
-            raise ValueError(f"packed {name} has {packed.numel()} elements, not {padded(num_outputs)} · {num_inputs}")
-        bias, scales = (self._pointer(f"{name}.{part}") for part in ("bias", "scales"))
-        return Linear(packed.data_ptr(), bias, scales, num_inputs, num_outputs)
+        return _packed(self._weights, name).linear(num_inputs, num_outputs, self._weights.get(f"{name}.bias"))
 
     def _pointer(self, name: str) -> int | None:
         tensor = self._weights.get(name)
         return None if tensor is None else tensor.data_ptr()
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Rows of the output layer, which a tied model begins with: `[num_tokens, hidden_size]` float32. Of codes only."""
+        return _packed(self._weights, "head").rows(token_ids)
 
     def layers(
         self,

@@ -56,12 +56,14 @@ class NativeUnfit(NativeMissing):
 
 
 class Linear(ctypes.Structure):
-    """A packed weight matrix; `bias` may be null, `scales` are of int8."""
+    """A packed weight matrix; `bias` may be null. Of codes: `bits` of one, `scales`, `minimums` (null: -128 · scale)."""
 
     _fields_ = [
         ("packed", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
+        ("minimums", ctypes.c_void_p),
+        ("bits", ctypes.c_int64),
         ("num_inputs", ctypes.c_int64),
         ("num_outputs", ctypes.c_int64),
     ]
@@ -83,7 +85,7 @@ class Decoder(ctypes.Structure):
     _fields_ = [
         *[
             (name, ctypes.c_int64)
-            for name in ("is_bfloat16", "is_int8", "num_layers", "hidden_size", "intermediate_size", "num_heads")
+            for name in ("is_bfloat16", "is_quantised", "num_layers", "hidden_size", "intermediate_size", "num_heads")
         ],
         *[(name, ctypes.c_float) for name in ("epsilon", "scaling", "softcap")],
         ("layers", ctypes.POINTER(Layer)),

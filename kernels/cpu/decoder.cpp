@@ -22,7 +22,7 @@ struct Layer {
 };
 
 struct Decoder {
-  int64_t is_bfloat16, is_int8, num_layers, hidden_size, intermediate_size, num_heads;
+  int64_t is_bfloat16, is_quantised, num_layers, hidden_size, intermediate_size, num_heads;
   float epsilon, scaling, softcap;
   const Layer* layers;
   const float* final_norm;
@@ -131,7 +131,7 @@ void run_head(Team& team, const Decoder& decoder, const float* x, const int64_t*
 // Calls work<W, T>() for the decoder's types.
 template <typename Work>
 void with_types(const Decoder& decoder, const Work& work) {
-  if (decoder.is_int8)
+  if (decoder.is_quantised)
     decoder.is_bfloat16 ? work.template operator()<Int8, Bf16>() : work.template operator()<Int8, float>();
   else
     decoder.is_bfloat16 ? work.template operator()<Bf16, Bf16>() : work.template operator()<float, float>();
@@ -182,7 +182,7 @@ void kvferry_attention(Team* team, int is_bfloat16, const Cache* cache, const Se
 }
 
 // input: [num_rows, stride] of float, or of bfloat16 for weights of it → output: [num_rows, padded(num_outputs)].
-void kvferry_linear(Team* team, int is_bfloat16, int is_int8, const void* input, int64_t stride, int64_t num_rows,
+void kvferry_linear(Team* team, int is_bfloat16, int is_quantised, const void* input, int64_t stride, int64_t num_rows,
                     const Linear* linear, float* output) {
   Bytes bytes;
   bytes.resize(num_rows, linear->num_inputs);
@@ -198,7 +198,7 @@ void kvferry_linear(Team* team, int is_bfloat16, int is_int8, const void* input,
                                    {output, nullptr, padded(linear->num_outputs)});
     });
   };
-  if (is_int8) run.template operator()<Int8>(static_cast<const float*>(input));
+  if (is_quantised) run.template operator()<Int8>(static_cast<const float*>(input));
   else if (is_bfloat16) run.template operator()<Bf16>(static_cast<const Bf16*>(input));
   else run.template operator()<float>(static_cast<const float*>(input));
 }

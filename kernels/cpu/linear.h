@@ -5,8 +5,9 @@
 //
 // Every output is one lane that goes through the input from its first unit to its last, whatever the number of rows:
 // a row's result depends on nothing but the row. (AMX, where it is, goes through it 32 inputs at a time, and does so for
-// every number of rows.) With weights in int8 every 32 inputs of an output share a scale, and so
-// do every 32 values of a row, which is rounded to bytes on its way.
+// every number of rows.) Quantised weights are codes without sign in groups of 32 inputs, of which an output's share a
+// scale and a minimum: weight = scale · code + minimum. So do every 32 values of a row share a scale; the row is rounded
+// to bytes on its way.
 #pragma once
 
 #include <algorithm>
@@ -20,8 +21,8 @@
 namespace kvferry {
 
 constexpr int64_t TILE = 32;
-constexpr int64_t GROUP = 32;  // inputs that share a scale in int8
-template <typename W>  // 12 rows · 2 vectors are 24 sums, and leave 8 registers; int8 has two kinds of sums
+constexpr int64_t GROUP = 32;  // inputs that share a scale
+template <typename W>  // 12 rows · 2 vectors are 24 sums, and leave 8 registers; codes have two kinds of sums
 constexpr int64_t MOST_ROWS = std::is_same_v<W, Int8> ? 6 : 12;
 constexpr int ROWS_THAT_COMPUTE = 6;  // from so many on a product waits for sums, not for weights: time to ask for more
 template <typename W>
@@ -35,16 +36,17 @@ inline int64_t whole_rows(int64_t count) { return (count + amx::ROWS - 1) / amx:
 struct Linear {
   const uint32_t* packed;
   const float* bias;       // [padded(num_outputs)] or null
-  const Half* scales;      // int8: [tiles][groups][32]
+  const Half *scales, *minimums;  // of codes: [tiles][groups][32]; minimums null: -128 · scale
+  int64_t bits;                   // of a code, 4 or 8; 0: weights are no codes
   int64_t num_inputs, num_outputs;
 };
 
-// Rows as a product takes them. int8: bytes are value / scale, rounded; scales and 128 · sums are [rows][groups].
+// Rows as a product takes them. With codes: bytes are value / scale, rounded; scales and sums of bytes are [rows][groups].
 struct Rows {
   const uint32_t* units;
   int64_t stride;  // units
   const float* scales;
-  const int32_t* offsets;
+  const int32_t* sums;
 };
 
 enum class After { STORE, ADD, SILU_MUL };
@@ -97,43 +99,74 @@ inline void sum_rows(const Rows& rows, const Linear& linear, int64_t tile, int64
   }
 }
 
-// In int8 weights are 128 + value, bytes without sign; a group's sum is a whole number, of which 128 · the row's own sum
-// is taken away, and then scaled by the row's group and the output's.
+// Sums of a unit's products, added to whole numbers: [rows][2 vectors].
 template <int ROWS>
-inline void sum_bytes(const Rows& rows, const Linear& linear, int64_t tile, int64_t row, F32x16 (&sums)[ROWS][2]) {
-  const int64_t num_groups = linear.num_inputs / GROUP, units = GROUP / PER_UNIT<Int8>;
-  const uint32_t* weights = linear.packed + tile * num_groups * units * TILE;
-  const Half* scales = linear.scales + tile * num_groups * TILE;
-  for (int64_t group = 0; group < num_groups; ++group, scales += TILE) {
-    I32x16 whole[ROWS][2] = {};
+inline void sum_unit(const Rows& rows, int64_t row, int64_t unit, U32x16 first, U32x16 second, I32x16 (&whole)[ROWS][2]) {
+#pragma GCC unroll 6
+  for (int i = 0; i < ROWS; ++i) {
+    const U32x16 one = splat_bits(rows.units[(row + i) * rows.stride + unit]);
+    whole[i][0] = dot_bytes(whole[i][0], first, one);
+    whole[i][1] = dot_bytes(whole[i][1], second, one);
+  }
+}
+
+// Sums of a group, exact. Codes of 4 bits: a byte has one of a unit and, above it, that of the unit after.
+template <int BITS, int ROWS>
+inline void sum_group(const Rows& rows, int64_t row, int64_t group, const uint32_t* codes, I32x16 (&whole)[ROWS][2]) {
+  constexpr int64_t UNITS = GROUP / PER_UNIT<Int8>, STEP = 8 / BITS;
 #pragma GCC unroll 8
-    for (int64_t unit = group * units; unit < (group + 1) * units; ++unit) {
-      const U32x16 first = load_bytes<U32x16>(weights + unit * TILE);
-      const U32x16 second = load_bytes<U32x16>(weights + unit * TILE + LANES);
+  for (int64_t unit = 0; unit < UNITS; unit += STEP, codes += TILE) {
+    const U32x16 first = load_bytes<U32x16>(codes), second = load_bytes<U32x16>(codes + LANES);
+    if constexpr (BITS == 8) {
+      sum_unit<ROWS>(rows, row, group * UNITS + unit, first, second, whole);
+    } else {
+      const U32x16 low = splat_bits(0x0f0f0f0fu);
+      sum_unit<ROWS>(rows, row, group * UNITS + unit, first & low, second & low, whole);
+      sum_unit<ROWS>(rows, row, group * UNITS + unit + 1, (first >> 4) & low, (second >> 4) & low, whole);
+    }
+  }
+}
+
+// Groups in order: (scale · Σ code · byte + minimum · Σ byte) · the row's scale.
+template <int BITS, bool HAS_MINIMUMS, int ROWS>
+inline void sum_codes(const Rows& rows, const Linear& linear, int64_t tile, int64_t row, F32x16 (&sums)[ROWS][2]) {
+  constexpr int64_t WORDS = GROUP * TILE * BITS / 32;  // of a tile's group
+  const int64_t num_groups = linear.num_inputs / GROUP;
+  const uint32_t* codes = linear.packed + tile * num_groups * WORDS;
+  for (int64_t group = 0; group < num_groups; ++group, codes += WORDS) {
+    I32x16 whole[ROWS][2] = {};
+    sum_group<BITS, ROWS>(rows, row, group, codes, whole);
+    for (int half = 0; half < 2; ++half) {
+      const int64_t of_outputs = (tile * num_groups + group) * TILE + half * LANES;
+      const F32x16 scale = load(linear.scales + of_outputs);
 #pragma GCC unroll 6
       for (int i = 0; i < ROWS; ++i) {
-        const U32x16 one = splat_bits(rows.units[(row + i) * rows.stride + unit]);
-        whole[i][0] = dot_bytes(whole[i][0], first, one);
-        whole[i][1] = dot_bytes(whole[i][1], second, one);
-      }
-    }
-    const F32x16 scale[2] = {load(scales), load(scales + LANES)};
-#pragma GCC unroll 6
-    for (int i = 0; i < ROWS; ++i) {
-      const int64_t place = (row + i) * num_groups + group;
-      for (int half = 0; half < 2; ++half) {
-        const F32x16 exact = __builtin_convertvector(whole[i][half] - rows.offsets[place], F32x16);
-        sums[i][half] = fma(exact, scale[half] * rows.scales[place], sums[i][half]);
+        const int64_t place = (row + i) * num_groups + group;
+        if constexpr (HAS_MINIMUMS) {
+          const F32x16 rest = load(linear.minimums + of_outputs) * float(rows.sums[place]);
+          const F32x16 value = fma(__builtin_convertvector(whole[i][half], F32x16), scale, rest);
+          sums[i][half] = fma(value, splat(rows.scales[place]), sums[i][half]);
+        } else {
+          const F32x16 exact = __builtin_convertvector(whole[i][half] - 128 * rows.sums[place], F32x16);
+          sums[i][half] = fma(exact, scale * rows.scales[place], sums[i][half]);
+        }
       }
     }
   }
+}
+
+template <int ROWS>
+inline void sum_quantised(const Rows& rows, const Linear& linear, int64_t tile, int64_t row, F32x16 (&sums)[ROWS][2]) {
+  if (linear.bits == 4) sum_codes<4, true, ROWS>(rows, linear, tile, row, sums);
+  else if (linear.minimums != nullptr) sum_codes<8, true, ROWS>(rows, linear, tile, row, sums);
+  else sum_codes<8, false, ROWS>(rows, linear, tile, row, sums);
 }
 
 template <typename W, typename T, After AFTER, int ROWS>
 inline void multiply_rows(const Rows& rows, const Linear& linear, int64_t tile, int64_t next, int64_t row,
                           const Output<T>& out) {
   F32x16 sums[ROWS][2] = {};
-  if constexpr (std::is_same_v<W, Int8>) sum_bytes<ROWS>(rows, linear, tile, row, sums);
+  if constexpr (std::is_same_v<W, Int8>) sum_quantised<ROWS>(rows, linear, tile, row, sums);
   else sum_rows<W, ROWS>(rows, linear, tile, next, row, sums);
   const float* bias = linear.bias == nullptr ? nullptr : linear.bias + tile * TILE;
 #pragma GCC unroll 12
@@ -200,7 +233,7 @@ inline void multiply(Team& team, const Rows& rows, int64_t num_rows, const Linea
 
 // A group of a row in bytes; its scale is NaN where a value is not finite. `from`: GROUP values.
 template <typename T>
-inline void quantise(const T* from, int8_t* to, float& scale, int32_t& offset) {
+inline void quantise(const T* from, int8_t* to, float& scale, int32_t& total) {
   const F32x16 values[2] = {load(from), load(from + LANES)};
   const F32x16 sizes = larger(larger(values[0], -values[0]), larger(values[1], -values[1]));
   const float most = largest_of(sizes), factor = most > 0.0f ? 127.0f / most : 0.0f;
@@ -212,9 +245,8 @@ inline void quantise(const T* from, int8_t* to, float& scale, int32_t& offset) {
     std::memcpy(to + half * LANES, &bytes, sizeof bytes);
     sum += whole;
   }
-  int32_t total = 0;
+  total = 0;
   for (int64_t lane = 0; lane < LANES; ++lane) total += sum[lane];
-  offset = 128 * total;
   scale = most / 127.0f + sum_of((values[0] + values[1]) * 0.0f);
 }
 
@@ -222,12 +254,12 @@ inline void quantise(const T* from, int8_t* to, float& scale, int32_t& offset) {
 struct Bytes {
   std::vector<int8_t> values;
   std::vector<float> scales;
-  std::vector<int32_t> offsets;
+  std::vector<int32_t> sums;
 
   void resize(int64_t num_rows, int64_t num_inputs) {
     values.resize(num_rows * num_inputs);
     scales.resize(num_rows * num_inputs / GROUP);
-    offsets.resize(num_rows * num_inputs / GROUP);
+    sums.resize(num_rows * num_inputs / GROUP);
   }
 };
 
@@ -242,10 +274,10 @@ inline Rows as_rows(Team& team, const T* from, int64_t stride, int64_t num_rows,
     team.share(num_rows, [&](int64_t row) {
       for (int64_t group = 0; group < num_groups; ++group)
         quantise(from + row * stride + group * GROUP, &bytes.values[row * count + group * GROUP],
-                 bytes.scales[row * num_groups + group], bytes.offsets[row * num_groups + group]);
+                 bytes.scales[row * num_groups + group], bytes.sums[row * num_groups + group]);
     });
     return {reinterpret_cast<const uint32_t*>(bytes.values.data()), count / PER_UNIT<Int8>, bytes.scales.data(),
-            bytes.offsets.data()};
+            bytes.sums.data()};
   }
 }
 

@@ -28,7 +28,7 @@ ModelOption = Annotated[
 DtypeOption = Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16.")]
 QuantizationOption = Annotated[
     str | None,
-    typer.Option("--quantization", help="none, or int8 for the weights: quicker, other tokens."),
+    typer.Option("--quantization", help="none; or int8, int4, auto for the weights: quicker, other tokens."),
 ]
 TargetOption = Annotated[
     list[str] | None,

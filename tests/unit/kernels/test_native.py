@@ -21,7 +21,7 @@ from engine.paged_attention import build_paged_batch
 from engine.runner import RunnerConfig
 from kernels import native
 from kernels.decoder import NativeKernels, pack, pack_gate_up, padded
-from kernels.native import Linear, NativeMissing, open_native
+from kernels.native import NativeMissing, open_native
 from kvferry.config import Config
 from kvferry.errors import FailedPrecondition
 from tests.support.models import VOCAB_SIZE, save_tiny_model
@@ -60,7 +60,7 @@ def test_linear_is_the_product_and_a_row_depends_on_itself_alone(
     weight = (draw(num_outputs, num_inputs) * num_inputs**-0.5).to(dtype)
     rows = draw(61, num_inputs, seed=1).to(dtype)
     packed = pack(weight, dtype)
-    linear = Linear(packed=packed.values.data_ptr(), num_inputs=num_inputs, num_outputs=num_outputs)
+    linear = packed.linear(num_inputs, num_outputs)
     whole = kernels().linear(rows, linear)
     torch.testing.assert_close(whole, rows.float() @ weight.float().T, rtol=1e-4, atol=1e-4)
     for team in (kernels(1), kernels(3)):
@@ -107,12 +107,7 @@ def test_linear_in_int8_is_the_product_of_what_was_rounded(num_inputs: int, num_
     rows[4] = 0.0
     packed = pack(weight, torch.int8)
     assert packed.scales is not None
-    linear = Linear(
-        packed=packed.values.data_ptr(),
-        scales=packed.scales.data_ptr(),
-        num_inputs=num_inputs,
-        num_outputs=num_outputs,
-    )
+    linear = packed.linear(num_inputs, num_outputs)
     ours = kernels(2).linear(rows, linear)
     right = rounded(rows, torch.float32).double() @ rounded(weight, torch.float16).double().T
     torch.testing.assert_close(
