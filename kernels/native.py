@@ -75,7 +75,8 @@ class Layer(ctypes.Structure):
     _fields_ = [
         *[(name, Linear) for name in ("projection", "output", "gate_up", "down")],
         *[(name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")],
-        ("window", ctypes.c_int64),
+        *[(name, ctypes.c_void_p) for name in ("attention_post_norm", "mlp_post_norm")],
+        *[(name, ctypes.c_int64) for name in ("window", "rotation")],
     ]
 
 
@@ -85,7 +86,15 @@ class Decoder(ctypes.Structure):
     _fields_ = [
         *[
             (name, ctypes.c_int64)
-            for name in ("is_bfloat16", "is_quantised", "num_layers", "hidden_size", "intermediate_size", "num_heads")
+            for name in (
+                "is_bfloat16",
+                "is_quantised",
+                "is_gelu",
+                "num_layers",
+                "hidden_size",
+                "intermediate_size",
+                "num_heads",
+            )
         ],
         *[(name, ctypes.c_float) for name in ("epsilon", "scaling", "softcap")],
         ("layers", ctypes.POINTER(Layer)),

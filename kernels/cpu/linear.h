@@ -49,23 +49,31 @@ struct Rows {
   const int32_t* sums;
 };
 
-enum class After { STORE, ADD, SILU_MUL };
+enum class After { STORE, ADD, ACTIVATE_MUL };
 
-// Where results go. STORE and ADD: float rows. SILU_MUL: a tile is 16 gates and their 16 partners, and 16 results go
-// to rows of T.
+// Where results go. STORE and ADD: float rows. ACTIVATE_MUL: a tile is 16 gates and their 16 partners, and 16 results go
+// to rows of T, gates through SiLU or GELU.
 template <typename T>
 struct Output {
   float* values;
   T* activations;
   int64_t stride;
+  bool is_gelu = false;
 };
 
 inline F32x16 silu(F32x16 x) { return x / (1.0f + exp_of(smaller(-x, splat(88.0f)))); }
 
+// GELU with a hyperbolic tangent, which is a logistic function of twice the argument.
+inline F32x16 gelu(F32x16 x) {
+  const F32x16 argument = x * fma(x * x, splat(2.0f * 0.7978845608f * 0.044715f), splat(2.0f * 0.7978845608f));
+  return x / (1.0f + exp_of(smaller(-argument, splat(88.0f))));
+}
+
 template <After AFTER, typename T>
 inline void finish(const Output<T>& out, int64_t row, int64_t tile, F32x16 first, F32x16 second) {
-  if constexpr (AFTER == After::SILU_MUL) {
-    store(out.activations + row * out.stride + tile * LANES, silu(first) * second);
+  if constexpr (AFTER == After::ACTIVATE_MUL) {
+    const F32x16 gates = out.is_gelu ? gelu(first) : silu(first);
+    store(out.activations + row * out.stride + tile * LANES, gates * second);
     return;
   }
   float* to = out.values + row * out.stride + tile * TILE;

@@ -26,7 +26,7 @@ from kvferry.config import Config
 from kvferry.errors import FailedPrecondition
 from tests.support.models import VOCAB_SIZE, save_tiny_model
 
-LEAN = ("llama", "llama_tied", "mistral", "qwen2", "qwen3")
+LEAN = ("llama", "llama_tied", "mistral", "qwen2", "qwen3", "gemma3")
 DTYPES = (torch.float32, torch.bfloat16)
 NUM_BLOCKS = 64
 EMULATES_AMX = (*native.FLAGS, "-O1", "-DKVFERRY_EMULATE_AMX")
@@ -77,7 +77,7 @@ def test_amx_adds_up_as_the_manual_says() -> None:
     rows[1, ::3] = weight[2, ::5] = 1e-39
     rows[2], weight[3] = rows[2] * 2.0**-70, weight[3] * 2.0**-70
     packed = pack(weight, torch.bfloat16)
-    linear = Linear(packed=packed.values.data_ptr(), num_inputs=70, num_outputs=40)
+    linear = packed.linear(70, 40)
     smallest = torch.finfo(torch.float32).tiny
     exact_rows, exact_weight = (torch.where(part.abs() < smallest, 0, part).float() for part in (rows, weight))
     right = torch.zeros(5, 40)
