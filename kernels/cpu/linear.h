@@ -209,7 +209,7 @@ inline void multiply_on_amx(const Rows& rows, const Linear& linear, int64_t tile
     finish<AFTER, T>(out, row + i, tile, load(sums[i]) + first, load(sums[i] + LANES) + second);
 }
 
-// Rows `begin` … `end` with one tile's weights.
+// Rows `begin` … `end` with one tile's weights; `next` is the tile after it.
 template <typename W, typename T, After AFTER>
 inline void multiply_share(const Rows& rows, const Linear& linear, int64_t tile, int64_t next, int64_t begin,
                            int64_t end, const Output<T>& out) {
@@ -233,9 +233,9 @@ inline void multiply(Team& team, const Rows& rows, int64_t num_rows, const Linea
   const int64_t num_parts = (num_rows + ROWS_A_SHARE<W> - 1) / ROWS_A_SHARE<W>;
   [[maybe_unused]] const std::conditional_t<IS_ON_AMX<W>, amx::Session, int> session{};
   team.share(num_tiles * num_parts, [&](int64_t share) {
-    const int64_t tile = share / num_parts, begin = share % num_parts * ROWS_A_SHARE<W>;
-    const int64_t next = std::min(tile + team.size(), num_tiles - 1);
-    multiply_share<W, T, AFTER>(rows, linear, tile, next, begin, std::min(begin + ROWS_A_SHARE<W>, num_rows), out);
+    const int64_t tile = share / num_parts, next = std::min(tile + team.size(), num_tiles - 1);
+    const int64_t begin = share % num_parts * ROWS_A_SHARE<W>, end = std::min(begin + ROWS_A_SHARE<W>, num_rows);
+    multiply_share<W, T, AFTER>(rows, linear, tile, next, begin, end, out);
   });
 }
 
