@@ -1,0 +1,15 @@
+"""A part of docs/benchmarks.md that a command writes: what stands between two marks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def write_part(page: Path, name: str, text: str) -> None:
+    """Puts `text` between the marks of `name`; raises ValueError where the page has none."""
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
+    before, has_begin, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, has_end, after = rest.partition(end)
+    if not has_begin or not has_end:
+        raise ValueError(f"{page}: there is no {begin.strip()} … {end.strip()}")
+    page.write_text(f"{before}{begin}{text}{end}{after}", encoding="utf-8")
