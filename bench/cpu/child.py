@@ -7,6 +7,7 @@ import select
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 READY_TIMEOUT_S = 600.0
@@ -53,7 +54,10 @@ class Child:
         """Ends the process."""
         self._process.kill()
         self._process.wait()
-        self._log.close()
+        for pipe in (self._process.stdin, self._process.stdout, self._log):
+            assert pipe is not None
+            with suppress(OSError):  # what it has not read is lost with it
+                pipe.close()
 
     def _ask(self, question: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
         assert self._process.stdin is not None
