@@ -27,7 +27,7 @@ from bench.cpu.demand import Shape
 from bench.cpu.limits import InvariancePrice, Limits, measure_limits, measure_prices
 from bench.cpu.page import write_part
 from bench.cpu.products import Products
-from bench.cpu.profile import StepProfile, measure_profile
+from bench.cpu.profile import StepProfile, measure_profile, open_profiled
 from bench.cpu.systems import Machine, System, ours, peer_versions, peers, preloaded
 from bench.cpu.tables import Measured, tables
 from bench.environment import describe
@@ -41,7 +41,7 @@ PART = "bench engine"
 MINUTES = 15.0
 START_S = {"ours": 6.0, "torch": 6.0, "vllm": 60.0, "openvino": 20.0}
 """Guesses for the estimate: starting, then tokens a second of prefill, and what a row adds to a step of 20 ms."""
-PREFILL_RATE = {"ours": 2_500.0, "torch": 600.0, "vllm": 2_000.0, "openvino": 1_500.0}
+PREFILL_RATE = {"ours": 2_000.0, "torch": 500.0, "vllm": 1_700.0, "openvino": 1_500.0}
 STEP_S, ROW_S = 0.020, 0.0015
 ALONE_S = 90.0
 """Limits, profile and attention."""
@@ -147,13 +147,14 @@ def _estimate_s(systems: Sequence[System], questions: Sequence[Case], rounds: in
 
 def _alone(folder: Path, shape: Shape, threads: int, rounds: int, report: Reporter) -> Alone:
     torch.set_num_threads(threads)
+    core = open_profiled(folder, threads)
     kernels = NativeKernels(open_native(Config().model.kernels_path), threads)
     products = Products(shape, kernels)
     report("products of the model's shapes")
     prices = measure_prices(products)
     limits = measure_limits(prices, products, shape)
     report("a step's profile")
-    profiles = measure_profile(folder, threads, shape, kernels, products)
+    profiles = measure_profile(core, shape, kernels, products)
     report("attention over blocks")
     attention = measure_attention(shape, kernels, rounds)
     report("done")

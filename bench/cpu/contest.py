@@ -8,6 +8,7 @@ is left out from there on and named.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -54,7 +55,7 @@ class Contest:
                 self._turn(system, child, child.wait_ready)
                 self._report(f"{system.name}: ready after {time.monotonic() - begin_s:.0f} s")
             for case in cases:
-                if self._is_late():
+                if time.monotonic() + self._expected_s(case) > self._deadline_s:
                     self._report(f"{case.num_sequences} × {case.num_prompt_tokens}: left out, time is up")
                     continue
                 self._prefill(case)
@@ -109,6 +110,12 @@ class Contest:
             self._children.remove((system, child))
             child.close()
             return None
+
+    def _expected_s(self, case: Case) -> float:
+        """Time of its prefill at the rates of the case before; 0 for the first."""
+        num_tokens = case.num_tokens * (self._rounds + 1 if case.refills else 1)
+        latest = {name: statistics.median(rates) for (name, _), rates in self.results.prefill.items()}
+        return sum(num_tokens / latest[system.name] for system, _ in self._taking(case) if system.name in latest)
 
     def _is_late(self) -> bool:
         return time.monotonic() > self._deadline_s

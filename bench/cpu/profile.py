@@ -54,11 +54,13 @@ class StepProfile:
     host_ms: float
 
 
-def measure_profile(
-    folder: Path, threads: int, shape: Shape, kernels: NativeKernels, products: Products
-) -> list[StepProfile]:
-    """Of our engine in bfloat16, by batch."""
-    core = open_engine(parser().parse_args([str(folder), "--threads", str(threads)]))
+def open_profiled(folder: Path, threads: int) -> EngineCore:
+    """Our engine in bfloat16. Its pool's pages come in the background, so something else should be done before."""
+    return open_engine(parser().parse_args([str(folder), "--threads", str(threads)]))
+
+
+def measure_profile(core: EngineCore, shape: Shape, kernels: NativeKernels, products: Products) -> list[StepProfile]:
+    """Of `open_profiled`, by batch."""
     profiles = []
     for num_sequences in BATCHES:
         linears_s = products.ours_s(num_sequences)
