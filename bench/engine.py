@@ -25,7 +25,7 @@ from bench.cpu.cases import Case, cases
 from bench.cpu.contest import Contest
 from bench.cpu.demand import Shape
 from bench.cpu.limits import InvariancePrice, Limits, measure_limits, measure_prices
-from bench.cpu.page import write_part
+from bench.cpu.page import below, write_part
 from bench.cpu.products import Products
 from bench.cpu.profile import StepProfile, measure_profile, open_profiled
 from bench.cpu.systems import Machine, System, ours, peer_versions, peers, preloaded
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     report = Reporter()
     systems = [*ours(options.quantizations, plain=not options.no_plain), *peers(options.peers)]
-    rounds = 2 if options.quick else options.rounds
+    rounds = 1 if options.quick else options.rounds
     questions = cases(quick=options.quick)
     model = Config().model
     folder = ModelStore(model.cache_path).prepare(model.name, report)
@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-plain", action="store_true", help="without plain torch, which takes a third of the time")
     parser.add_argument("--threads", type=at_least_one, default=len(os.sched_getaffinity(0)), help="of each engine")
     parser.add_argument("--rounds", type=at_least_one, default=5)
-    parser.add_argument("--quick", action="store_true", help="two rounds of few steps, to see that all works")
+    parser.add_argument("--quick", action="store_true", help="one round of few steps, to see that all works")
     parser.add_argument(
         "--minutes", type=float, default=MINUTES, help="bound; what is not measured by then is left out"
     )
@@ -174,8 +174,7 @@ def _write(run: Measured, rounds: int, options: argparse.Namespace, report: Repo
     plots = _plots(run, options.out, report) if options.out else []
     if options.page:
         pictures = [f"![{plot.stem}]({os.path.relpath(plot, options.page.parent)})\n\n" for plot in plots]
-        parts = [table.text().replace("## ", "### ", 1) + "\n" for table in tables(run)]
-        write_part(options.page, PART, head + "".join(parts) + "".join(pictures))
+        write_part(options.page, PART, head + below(tables(run)) + "\n" + "".join(pictures))
     else:
         print(head + "\n".join(table.text() for table in tables(run)), end="")
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from bench.cpu.cases import HIGHEST_ID, LOWEST_ID, Case
 from bench.cpu.child import Child
 from bench.cpu.demand import Shape
+from bench.cpu.page import below, write_part
 from bench.cpu.proc import private_bytes, thread_times_s
 from bench.cpu.systems import Machine, System
 from bench.paging.tables import Table
@@ -71,6 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=at_least_one, default=5)
     parser.add_argument("--tokens", type=at_least_one, default=100_000, help="made while memory is watched")
     parser.add_argument("--quick", action="store_true", help="two rounds, 4,000 tokens")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="Markdown whose part about it is written anew")
     add_json_option(parser)
     options = parser.parse_args(arguments)
     rounds, num_tokens = (2, 4_000) if options.quick else (options.rounds, options.tokens)
@@ -78,7 +80,10 @@ def main(arguments: Sequence[str]) -> int:
     report(f"about {20 + 20 * rounds + num_tokens / 400:.0f} s")
     windows, bare, memory = asyncio.run(_run(_config(report), rounds, num_tokens, report))
     figures = {"split": [asdict(one) for one in windows], "bare": bare, "memory": asdict(memory)}
-    write(options.json, "split", _tables(windows, bare, memory), figures)
+    made = _tables(windows, bare, memory)
+    write(options.json, "split", () if options.page else made, figures)
+    if options.page:
+        write_part(options.page, "bench split", below(made))
     return 0
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+
+from bench.paging.tables import Table
 
 
 def write_part(page: Path, name: str, text: str) -> None:
@@ -13,3 +16,8 @@ def write_part(page: Path, name: str, text: str) -> None:
     if not has_begin or not has_end:
         raise ValueError(f"{page}: there is no {begin.strip()} … {end.strip()}")
     page.write_text(f"{before}{begin}{text}{end}{after}", encoding="utf-8")
+
+
+def below(tables: Iterable[Table]) -> str:
+    """Their text, with headings a level lower than their own."""
+    return "\n".join("#" + table.text() for table in tables)
