@@ -17,7 +17,7 @@ from bench.cpu.child import Child, ChildFailed
 from bench.cpu.contest import Contest
 from bench.cpu.demand import Shape
 from bench.cpu.limits import Limits
-from bench.cpu.page import below, write_part
+from bench.cpu.page import write_part
 from bench.cpu.systems import Machine, System, ours, peers
 from bench.cpu.tables import Measured, tables
 
