@@ -25,7 +25,7 @@ from bench.cpu.cases import Case, cases
 from bench.cpu.contest import Contest
 from bench.cpu.demand import Shape
 from bench.cpu.limits import InvariancePrice, Limits, measure_limits, measure_prices
-from bench.cpu.page import below, write_part
+from bench.cpu.page import below, check_part, write_part
 from bench.cpu.products import Products
 from bench.cpu.profile import StepProfile, measure_profile, open_profiled
 from bench.cpu.systems import Machine, System, ours, peer_versions, peers, preloaded
@@ -49,7 +49,7 @@ ALONE_S = 90.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Alone:
-    """What is measured in this process after the engines have ended."""
+    """What is measured in this process before the engines start."""
 
     limits: Limits
     prices: list[InvariancePrice]
@@ -61,6 +61,9 @@ def main(arguments: Sequence[str]) -> int:
     """Entry point."""
     options = _parser().parse_args(arguments)
     report = Reporter()
+    deadline_s = time.monotonic() + 60 * options.minutes
+    if options.page:
+        check_part(options.page, PART)
     systems = [*ours(options.quantizations, plain=not options.no_plain), *peers(options.peers)]
     rounds = 1 if options.quick else options.rounds
     questions = cases(quick=options.quick)
@@ -69,10 +72,9 @@ def main(arguments: Sequence[str]) -> int:
     needs_gguf = any(system.kind == "openvino" for system in systems)
     gguf = (options.gguf or _gguf(model, report)) if needs_gguf else None
     report(f"{len(systems)} engines, {rounds} rounds: about {_estimate_s(systems, questions, rounds) / 60:.0f} minutes")
-    deadline_s = time.monotonic() + 60 * options.minutes - ALONE_S
-    results = Contest(systems, rounds, deadline_s, report).run(questions, Machine(folder, gguf, options.threads))
     shape = Shape.of(json.loads((folder / "config.json").read_text()))
     alone = _alone(folder, shape, options.threads, rounds, report)
+    results = Contest(systems, rounds, deadline_s, report).run(questions, Machine(folder, gguf, options.threads))
     run = Measured(
         systems=systems,
         cases=questions,
@@ -157,7 +159,6 @@ def _alone(folder: Path, shape: Shape, threads: int, rounds: int, report: Report
     profiles = measure_profile(core, shape, kernels, products)
     report("attention over blocks")
     attention = measure_attention(shape, kernels, rounds)
-    report("done")
     return Alone(limits, prices, profiles, attention)
 
 
@@ -194,10 +195,11 @@ def _head(run: Measured, rounds: int, described: dict[str, object]) -> str:
 def _plots(run: Measured, folder: Path, report: Reporter) -> list[Path]:
     try:
         from bench.cpu.plots import write_plots
+
+        return write_plots(run, folder)
     except ImportError as error:
         report(f"no plots: {error}")
         return []
-    return write_plots(run, folder)
 
 
 def _figures(run: Measured) -> dict[str, object]:

@@ -24,7 +24,7 @@ from pathlib import Path
 from bench.cpu.cases import HIGHEST_ID, LOWEST_ID, Case
 from bench.cpu.child import Child
 from bench.cpu.demand import Shape
-from bench.cpu.page import below, write_part
+from bench.cpu.page import below, check_part, write_part
 from bench.cpu.proc import private_bytes, thread_times_s
 from bench.cpu.systems import Machine, System
 from bench.paging.tables import Table
@@ -36,6 +36,7 @@ from kvferry.model_store import ModelStore
 
 NUM_STREAMS, NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 16, 128, 128
 NUM_BLOCKS = 1_024
+PART = "bench split"
 MEMORY_STREAMS = 32
 NUM_SAMPLES = 5
 TIMEOUT_S = 120.0
@@ -76,6 +77,8 @@ def main(arguments: Sequence[str]) -> int:
     add_json_option(parser)
     options = parser.parse_args(arguments)
     rounds, num_tokens = (2, 4_000) if options.quick else (options.rounds, options.tokens)
+    if options.page:
+        check_part(options.page, PART)
     report = Reporter()
     report(f"about {20 + 20 * rounds + num_tokens / 400:.0f} s")
     windows, bare, memory = asyncio.run(_run(_config(report), rounds, num_tokens, report))
@@ -83,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     made = _tables(windows, bare, memory)
     write(options.json, "split", () if options.page else made, figures)
     if options.page:
-        write_part(options.page, "bench split", below(made))
+        write_part(options.page, PART, below(made))
     return 0
 
 
