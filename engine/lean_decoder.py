@@ -46,9 +46,12 @@ Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class LeanDecoder:
     """The forward pass of one model."""
 
-    def __init__(self, embed: Callable[[Tensor], Tensor], rotary: Rotary, decoder: NativeDecoder) -> None:
-        """`embed`: token ids `[T]` → `[T, H]`."""
+    def __init__(
+        self, embed: Callable[[Tensor], Tensor], rotary: Rotary, decoder: NativeDecoder, num_rounded: int
+    ) -> None:
+        """`embed`: token ids `[T]` → `[T, H]`; `num_rounded`: linears whose weights are rounded to codes."""
         self._embed, self._rotary, self._decoder = embed, rotary, decoder
+        self.num_rounded = num_rounded
 
     @torch.inference_mode()
     def logits(self, batch: PagedBatch, rows: Tensor) -> Tensor:
@@ -81,7 +84,7 @@ def lean_decoder(
 ) -> LeanDecoder | None:
     """None for a model that is none of Llama's family, or that differs from it where it matters.
 
-    `dtype`: the cache's; `weights_dtype`: the same, int8 or nibbles (`kernels.decoder.pack`); `packed_file`: where its
+    `dtype`: the cache's; `weights_dtype`: the same, int8 or NIBBLES (`kernels.decoder.pack`); `packed_file`: where its
     packed weights are, or are to be kept.
     """
     if not _is_like_llama(model, calls, GROUP if weights_dtype in CODES else 2):
@@ -105,11 +108,12 @@ def lean_decoder(
     if weights_dtype == NIBBLES:
         _take_rounded(model, weights)
     decoder = NativeDecoder(kernels, shape, weights, dtype)
-    return LeanDecoder(_embedding(model, decoder, dtype, weights_dtype), inner.rotary_emb, decoder)
+    embed = _embedding(model, decoder, dtype, weights_dtype)
+    return LeanDecoder(embed, inner.rotary_emb, decoder, len(rounded_linears(weights)))
 
 
 def is_made_of_codes(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> bool:
-    """Whether a `lean_decoder` in nibbles holds this model's very weights: all are codes already, by a sample of each."""
+    """Whether a `lean_decoder` in NIBBLES seems to round nothing: a sample of each linear holds codes already."""
     if not _is_like_llama(model, calls, GROUP):
         return False
     linears = (module for module in model.modules() if isinstance(module, torch.nn.Linear))
@@ -150,7 +154,7 @@ def _set(module: Any, weight: Tensor) -> None:
 def _embedding(
     model: PreTrainedModel, decoder: NativeDecoder, dtype: torch.dtype, weights_dtype: torch.dtype
 ) -> Callable[[Tensor], Tensor]:
-    """The model's own in `dtype`, or in nibbles the output layer's packed weights, where they are the same."""
+    """The model's own in `dtype`, or in NIBBLES the output layer's packed weights, where they are the same."""
     embedding: Tensor = _untyped(model.model).embed_tokens.weight
     if weights_dtype == NIBBLES and embedding is _untyped(model.lm_head).weight:
         return decoder.embed

@@ -106,7 +106,8 @@ def load_model(
     model = _read_weights(folder, config, _dtype_to_read(config, dtype, quantization))
     calls = _dry_run(folder, model)
     _refuse_by_calls(folder, config, calls)
-    if quantization == "auto":
+    asked = quantization
+    if asked == "auto":
         quantization = "none" if kernels is None or not is_made_of_codes(model, calls) else "int4"
         logger.info("%s: quantization auto is %s", folder, quantization)
     if quantization == "none" and model.dtype != TORCH_DTYPES[dtype]:
@@ -127,6 +128,10 @@ def load_model(
         raise FailedPrecondition(
             f"{folder}: quantization {quantization} needs a model of Llama's family, sizes that are multiples of 32, "
             "and native kernels"
+        )
+    if asked == "auto" and lean is not None and lean.num_rounded:
+        raise FailedPrecondition(
+            f"{folder}: quantization auto: {lean.num_rounded} linear(s) would be rounded; say none or int4"
         )
     forward = lean or GenericForward(model)
     attend = paged_attention if kernels is None else kernels.paged_attention

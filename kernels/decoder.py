@@ -77,7 +77,7 @@ class Packed:
 def pack(weight: Tensor, dtype: torch.dtype) -> Packed:
     """`[num_outputs, num_inputs]`, in `dtype`.
 
-    In int8 every 32 inputs of an output share a scale, by the largest. In nibbles weights that are codes already keep
+    In int8 every 32 inputs of an output share a scale, by the largest. In NIBBLES weights that are codes already keep
     their values, in 8 bits where these need them (GGUF's Q4_0, Q4_1, Q8_0); others are rounded to 4.
 
     Raises ValueError where the inputs are no whole number of units, or of groups.

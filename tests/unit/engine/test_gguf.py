@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
@@ -192,6 +192,22 @@ def test_auto_leaves_other_models_as_they_are(tmp_path: Path) -> None:
     for team in (kernels, None):
         auto = load_model(tmp_path / "plain", dtype="bfloat16", block_size=16, kernels=team, quantization="auto")
         assert auto.layout.model_fingerprint == model_fingerprint(tmp_path / "plain")
+
+
+def test_auto_rounds_nothing(tmp_path: Path) -> None:
+    """A weight beyond those that are looked at first is no code: found when they are packed."""
+    write_gguf(tmp_path / "mixed.gguf", inner=64, kinds=KINDS)
+    convert_gguf(tmp_path / "mixed.gguf", tmp_path / "mixed")
+    path = tmp_path / "mixed" / "model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.1.mlp.down_proj.weight"][31, 63] += 1e-3
+    save_file(weights, path, {"format": "pt"})
+    kernels = NativeKernels(open_native(Config().model.kernels_path), 1)
+    with pytest.raises(FailedPrecondition, match=r"auto: 1 linear.* would be rounded"):
+        load_model(tmp_path / "mixed", dtype="bfloat16", block_size=16, kernels=kernels, quantization="auto")
+    rounded = load_model(tmp_path / "mixed", dtype="bfloat16", block_size=16, kernels=kernels, quantization="int4")
+    assert isinstance(rounded.forward, LeanDecoder)
+    assert rounded.forward.num_rounded == 1
 
 
 def test_ending_ids_and_chat_template_are_there(converted: Path) -> None:
