@@ -26,7 +26,7 @@ from kvferry.model_store import ModelStore
 
 TEXT = Path(__file__).parent / "texts" / "prose.txt"
 NUM_TOKENS, CHUNK, BLOCK_SIZE = 4_096, 256, 16
-VARIANTS = (("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "int8"))
+VARIANTS = (("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "int8"), ("float32", "int4"), ("bfloat16", "int4"))
 
 
 def run_quality() -> list[dict[str, object]]:

@@ -9,8 +9,9 @@ its own forward pass. Embedding and rotary embedding stay transformers'.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,23 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.packed_weights import kept_weights
 from engine.paged_attention import AttentionCall, PagedBatch
-from kernels.decoder import DecoderShape, LayerWeights, NativeDecoder, NativeKernels, num_rounded, pack_decoder
-from kernels.groups import GROUP, SAMPLE_ROWS, exact_groups
+from kernels.decoder import (
+    DecoderShape,
+    LayerWeights,
+    NativeDecoder,
+    NativeKernels,
+    gate_up_rows,
+    pack_decoder,
+    packed_linear,
+    rounded_linears,
+)
+from kernels.groups import GROUP, NIBBLES, SAMPLE_ROWS, exact_groups
 
 logger = logging.getLogger(__name__)
 
 GEMMA = "gemma3_text"
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", GEMMA})
-CODES = frozenset({torch.int8, torch.uint4})
+CODES = frozenset({torch.int8, NIBBLES})
 """Types of weights that are codes with scales."""
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -37,9 +47,12 @@ Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class LeanDecoder:
     """The forward pass of one model."""
 
-    def __init__(self, embed: Callable[[Tensor], Tensor], rotary: Rotary, decoder: NativeDecoder) -> None:
-        """`embed`: token ids `[T]` → `[T, H]`."""
+    def __init__(
+        self, embed: Callable[[Tensor], Tensor], rotary: Rotary, decoder: NativeDecoder, num_rounded: int
+    ) -> None:
+        """`embed`: token ids `[T]` → `[T, H]`; `num_rounded`: linears whose weights are rounded to codes."""
         self._embed, self._rotary, self._decoder = embed, rotary, decoder
+        self.num_rounded = num_rounded
 
     @torch.inference_mode()
     def logits(self, batch: PagedBatch, rows: Tensor) -> Tensor:
@@ -72,7 +85,7 @@ def lean_decoder(
 ) -> LeanDecoder | None:
     """None for a model that is none of Llama's family, or that differs from it where it matters.
 
-    `dtype`: the cache's; `weights_dtype`: the same, int8 or uint4 (`kernels.decoder.pack`); `packed_file`: where its
+    `dtype`: the cache's; `weights_dtype`: the same, int8 or NIBBLES (`kernels.decoder.pack`); `packed_file`: where its
     packed weights are, or are to be kept.
     """
     if not _is_like_llama(model, calls, GROUP if weights_dtype in CODES else 2):
@@ -95,27 +108,59 @@ def lean_decoder(
     weights = kept_weights(
         packed_file, lambda: pack_decoder(map(_weights, inner.layers), _norm(inner.norm), head, weights_dtype)
     )
-    if weights_dtype == torch.uint4:
-        logger.info("%s: %d of its linears hold rounded weights", config.model_type, num_rounded(weights))
+    if weights_dtype == NIBBLES:
+        _take_rounded(model, weights)
     decoder = NativeDecoder(kernels, shape, weights, dtype)
-    return LeanDecoder(_embedding(model, decoder, dtype, weights_dtype), _rotary(model), decoder)
+    embed = _embedding(model, decoder, dtype, weights_dtype)
+    return LeanDecoder(embed, _rotary(model), decoder, len(rounded_linears(weights)))
 
 
 def is_made_of_codes(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> bool:
-    """Whether a `lean_decoder` in uint4 holds this model's very weights: all are codes already, by a sample of each."""
+    """Whether a `lean_decoder` in NIBBLES seems to round nothing: a sample of each linear holds codes already."""
     if not _is_like_llama(model, calls, GROUP):
         return False
     linears = (module for module in model.modules() if isinstance(module, torch.nn.Linear))
     return all(exact_groups(linear.weight[:SAMPLE_ROWS]) is not None for linear in linears)
 
 
+def _take_rounded(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+    """Gives transformers' layers the weights of those packed linears that are rounded: what ours are compared with."""
+    names = rounded_linears(weights)
+    logger.info("%s: %d linear(s) hold rounded weights", model.config.name_or_path, len(names))
+    for number, layer in enumerate(_untyped(model.model).layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        ends = torch.tensor([0, *(projection.out_features for projection in projections)]).cumsum(0).tolist()
+        rows = [torch.arange(*span) for span in pairwise(ends)]
+        gates = zip((mlp.gate_proj, mlp.up_proj), gate_up_rows(mlp.gate_proj.out_features), strict=True)
+        parts = {
+            "projection": tuple(zip(projections, rows, strict=True)),
+            "output": ((attention.o_proj, torch.arange(attention.o_proj.out_features)),),
+            "gate_up": tuple(gates),
+            "down": ((mlp.down_proj, torch.arange(mlp.down_proj.out_features)),),
+        }
+        for name in parts.keys() & {name.removeprefix(f"{number}.") for name in names}:
+            for linear, outputs in parts[name]:
+                _set(linear, packed_linear(weights, f"{number}.{name}").rows(outputs))
+    if "head" in names:
+        head, embedding = _untyped(model.lm_head), _untyped(model.model).embed_tokens
+        is_tied = head.weight is embedding.weight
+        _set(head, packed_linear(weights, "head").rows(torch.arange(len(head.weight))))
+        if is_tied:
+            embedding.weight = head.weight
+
+
+def _set(module: Any, weight: Tensor) -> None:
+    module.weight = torch.nn.Parameter(weight.to(module.weight.dtype), requires_grad=False)
+
+
 def _embedding(
     model: PreTrainedModel, decoder: NativeDecoder, dtype: torch.dtype, weights_dtype: torch.dtype
 ) -> Callable[[Tensor], Tensor]:
-    """The model's own in `dtype`, or in uint4 the output layer's packed weights, where they are the same."""
+    """The model's own in `dtype`, or in NIBBLES the output layer's packed weights, where they are the same."""
     module = _untyped(model.model).embed_tokens
     embedding: Tensor = module.weight
-    if weights_dtype == torch.uint4 and embedding is _untyped(model.lm_head).weight:
+    if weights_dtype == NIBBLES and embedding is _untyped(model.lm_head).weight:
         embed: Callable[[Tensor], Tensor] = decoder.embed
     else:
         embed = partial(torch.nn.functional.embedding, weight=embedding.to(dtype))

@@ -35,6 +35,7 @@ from engine.paged_attention import (
     register_attention,
 )
 from kernels.decoder import PACKING, NativeKernels
+from kernels.groups import NIBBLES
 from kernels.reference import paged_attention
 from kvferry.errors import FailedPrecondition
 from kvferry.kv_layout import KvLayout
@@ -44,9 +45,10 @@ logger = logging.getLogger(__name__)
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 RESCALING_ROPE_TYPES = frozenset({"dynamic", "longrope"})
 CHECK_TOKENS, CHECK_CHUNK, CHECK_BLOCK = 24, 15, 4
-WEIGHT_DTYPES = {"int8": torch.int8, "int4": torch.uint4}
-LARGEST_DEVIATION = {"float32": 1e-3, "bfloat16": 0.15, "int8": 0.3, "int4": 0.6}
-"""Median over the checked positions of |ours - theirs| / |theirs|: rounding is far below, a dropped term far above."""
+WEIGHT_DTYPES = {"int8": torch.int8, "int4": NIBBLES}
+LARGEST_DEVIATION = {"float32": 1e-3, "bfloat16": 0.15, "int8": 0.3, "int4": 0.3}
+"""Median over the checked positions of |ours - theirs| / |theirs|: rounding is far below, a dropped term far above.
+With int4 theirs are made with the same rounded weights."""
 
 
 class Forward(Protocol):
@@ -104,7 +106,8 @@ def load_model(
     model = _read_weights(folder, config, _dtype_to_read(config, dtype, quantization))
     calls = _dry_run(folder, model)
     _refuse_by_calls(folder, config, calls)
-    if quantization == "auto":
+    asked = quantization
+    if asked == "auto":
         quantization = "none" if kernels is None or not is_made_of_codes(model, calls) else "int4"
         logger.info("%s: quantization auto is %s", folder, quantization)
     if quantization == "none" and model.dtype != TORCH_DTYPES[dtype]:
@@ -123,8 +126,12 @@ def load_model(
     lean = None if kernels is None else lean_decoder(model, calls, kernels, kv_dtype, weights_dtype, packed_file)
     if lean is None and quantization != "none":
         raise FailedPrecondition(
-            f"{folder}: quantization {quantization} needs a model of Llama's family, sizes that are multiples of 32, and "
-            "native kernels"
+            f"{folder}: quantization {quantization} needs a model of Llama's family, sizes that are multiples of 32, "
+            "and native kernels"
+        )
+    if asked == "auto" and lean is not None and lean.num_rounded:
+        raise FailedPrecondition(
+            f"{folder}: quantization auto: {lean.num_rounded} linear(s) would be rounded; say none or int4"
         )
     forward = lean or GenericForward(model)
     attend = paged_attention if kernels is None else kernels.paged_attention

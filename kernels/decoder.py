@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.groups import GROUP, Groups, exact_groups, round_to_bytes, round_to_nibbles
+from kernels.groups import GROUP, NIBBLES, Groups, exact_groups, round_to_bytes, round_to_nibbles
 from kernels.native import AttentionSettings, Cache, Decoder, Layer, Linear, Native, Sequences, Step
 
 TILE = 32
@@ -52,9 +52,11 @@ class Packed:
 
     def linear(self, num_inputs: int, num_outputs: int, bias: Tensor | None = None) -> Linear:
         """For the library; its tensors must stay alive. Raises ValueError where the sizes are not these weights'."""
-        bits = 0 if self.scales is None else 8 * self.values.numel() // (padded(num_outputs) * num_inputs)
-        if self.values.numel() * 8 != padded(num_outputs) * num_inputs * (bits or 8):
-            raise ValueError(f"{self.values.numel()} packed elements are not {padded(num_outputs)} · {num_inputs}")
+        count, has = padded(num_outputs) * num_inputs, self.values.numel()
+        bits = 0 if self.scales is None else 4 if 2 * has == count else 8
+        groups = count // GROUP if self.scales is None else self.scales.numel()
+        if has != count // (2 if bits == 4 else 1) or groups != count // GROUP:
+            raise ValueError(f"{has} packed elements are not {padded(num_outputs)} · {num_inputs}")
         tensors = {"packed": self.values, "bias": bias, "scales": self.scales, "minimums": self.minimums}
         pointers = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
         return Linear(**pointers, bits=bits, num_inputs=num_inputs, num_outputs=num_outputs)
@@ -75,19 +77,19 @@ class Packed:
 def pack(weight: Tensor, dtype: torch.dtype) -> Packed:
     """`[num_outputs, num_inputs]`, in `dtype`.
 
-    In int8 every 32 inputs of an output share a scale, by the largest. In uint4 weights that are codes already keep
+    In int8 every 32 inputs of an output share a scale, by the largest. In NIBBLES weights that are codes already keep
     their values, in 8 bits where these need them (GGUF's Q4_0, Q4_1, Q8_0); others are rounded to 4.
 
     Raises ValueError where the inputs are no whole number of units, or of groups.
     """
-    if dtype == torch.uint4:
+    if dtype == NIBBLES:
         return pack_groups(exact_groups(weight) or round_to_nibbles(weight))
     return pack_groups(round_to_bytes(weight)) if dtype == torch.int8 else Packed(_tiles(weight, dtype))
 
 
 def pack_head(weight: Tensor, dtype: torch.dtype) -> Packed:
     """As `pack`, but nothing is rounded to less than 8 bits: every token depends on it at once."""
-    if dtype == torch.uint4:
+    if dtype == NIBBLES:
         return pack_groups(exact_groups(weight) or round_to_bytes(weight))
     return pack(weight, dtype)
 
@@ -117,6 +119,13 @@ def _tiles(weight: Tensor, dtype: torch.dtype) -> Tensor:
     filled[:num_outputs] = weight
     tiles = filled.view(-1, TILE, num_inputs // per_unit, per_unit)
     return tiles.transpose(1, 2).contiguous().view(len(tiles), num_inputs // per_unit, TILE * per_unit)
+
+
+def gate_up_rows(count: int) -> tuple[Tensor, Tensor]:
+    """Where `pack_gate_up` puts `count` gates and their partners, `[count]` int64 both."""
+    numbers = torch.arange(count)
+    gates = numbers // GATES * TILE + numbers % GATES
+    return gates, gates + GATES
 
 
 def pack_gate_up(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Packed:
@@ -215,9 +224,9 @@ def pack_decoder(
     return packed
 
 
-def num_rounded(weights: Mapping[str, Tensor]) -> int:
-    """How many linears of `pack_decoder`'s weights hold rounded values."""
-    return sum(name.endswith(ROUNDED) for name in weights)
+def rounded_linears(weights: Mapping[str, Tensor]) -> frozenset[str]:
+    """Names of the linears of `pack_decoder`'s weights that hold rounded values."""
+    return frozenset(name.removesuffix(ROUNDED) for name in weights if name.endswith(ROUNDED))
 
 
 def _parts(name: str, packed: Packed) -> dict[str, Tensor]:
@@ -227,7 +236,8 @@ def _parts(name: str, packed: Packed) -> dict[str, Tensor]:
     return {part: tensor for part, tensor in parts.items() if tensor is not None}
 
 
-def _packed(weights: Mapping[str, Tensor], name: str) -> Packed:
+def packed_linear(weights: Mapping[str, Tensor], name: str) -> Packed:
+    """A linear among the weights of `pack_decoder`: "head", or of a layer, "0.projection"."""
     scales, minimums = (weights.get(f"{name}.{part}") for part in ("scales", "minimums"))
     return Packed(weights[name], scales, minimums, f"{name}{ROUNDED}" not in weights)
 
@@ -346,15 +356,18 @@ class NativeDecoder:
         )
 
     def _linear(self, name: str, num_inputs: int, num_outputs: int) -> Linear:
-        return _packed(self._weights, name).linear(num_inputs, num_outputs, self._weights.get(f"{name}.bias"))
+        return packed_linear(self._weights, name).linear(num_inputs, num_outputs, self._weights.get(f"{name}.bias"))
 
     def _pointer(self, name: str) -> int | None:
         tensor = self._weights.get(name)
         return None if tensor is None else tensor.data_ptr()
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Rows of the output layer, which a tied model begins with: `[num_tokens, hidden_size]` float32. Of codes only."""
-        return _packed(self._weights, "head").rows(token_ids)
+        """Rows of the output layer, which a tied model begins with: `[num_tokens, hidden_size]` float32.
+
+        Only where they are codes.
+        """
+        return packed_linear(self._weights, "head").rows(token_ids)
 
     def layers(
         self,

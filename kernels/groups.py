@@ -24,6 +24,10 @@ BYTE_OFFSET = 128
 NIBBLE_MAX = 15
 SMALLEST_SCALE = 2.0**-24
 """Of half precision; weights that need a smaller one become 0."""
+NIBBLES = torch.quint4x2
+"""Names codes of 4 bits, two in a byte, where a type of weights is asked for."""
+MOST_NIBBLE_VALUES = 16
+"""Values that a group in 4 bits can have."""
 SAMPLE_ROWS = 8
 """Outputs that are looked at first: weights that are no codes are known by them."""
 
@@ -133,6 +137,12 @@ def _nothing(count: int) -> _Found:
     return _Found(codes, halves[0], halves[1], torch.zeros(count, dtype=torch.bool))
 
 
+def _num_values(flat: Tensor) -> Tensor:
+    """Of each group `[n, 32]`, `[n]`."""
+    ordered = flat.sort(dim=1).values
+    return 1 + (ordered[:, 1:] != ordered[:, :-1]).sum(dim=1)
+
+
 Guess = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Groups `[n, 32]` → scales and minimums that they may have, `[n]` float16 both."""
 
@@ -170,11 +180,16 @@ _BYTE_GUESSES = tuple(_around_zero(code) for code in (*range(BYTE_MAX, 0, -1), B
 
 
 def _find(before: _Found, flat: Tensor, guesses: Iterable[Guess], most: int) -> _Found:
-    """Tries the guesses in turn on the groups `flat` `[n, 32]` for which nothing has been found; codes up to `most`."""
+    """Tries the guesses in turn on the groups `flat` `[n, 32]` for which nothing has been found; codes up to `most`.
+
+    A group of more values than 4 bits can tell apart is tried with the first guess alone.
+    """
     codes, is_found = before.codes.clone(), before.is_found.clone()
     scales, minimums = before.scales.clone(), before.minimums.clone()
-    for guess in guesses:
-        left = (~is_found).nonzero()[:, 0]
+    left = (~is_found).nonzero()[:, 0]
+    for number, guess in enumerate(guesses):
+        if number == 1:
+            left = left[_num_values(flat[left]) <= MOST_NIBBLE_VALUES]
         if not len(left):
             break
         values = flat[left]
@@ -184,4 +199,5 @@ def _find(before: _Found, flat: Tensor, guesses: Iterable[Guess], most: int) -> 
         where = left[fits]
         codes[where], scales[where], minimums[where] = tried[fits], tried_scales[fits], tried_minimums[fits]
         is_found[where] = True
+        left = left[~fits]
     return _Found(codes, scales, minimums, is_found)

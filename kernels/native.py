@@ -56,7 +56,7 @@ class NativeUnfit(NativeMissing):
 
 
 class Linear(ctypes.Structure):
-    """A packed weight matrix; `bias` may be null. Of codes: `bits` of one, `scales`, `minimums` (null: -128 · scale)."""
+    """A packed weight matrix; `bias` may be null. Of codes: `bits` of one, scales, minimums (null: -128 · scale)."""
 
     _fields_ = [
         ("packed", ctypes.c_void_p),

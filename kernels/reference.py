@@ -1,4 +1,5 @@
-"""Paged attention in plain PyTorch: the truth that every faster version is compared with.
+"""Paged attention, and products with weights that are codes, in plain PyTorch: the truth that every faster version is
+compared with.
 
 The pool is one tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, keys at 0 and values at 1 of
 the third axis. A step's tokens are flattened: the queries of sequence i are rows `cu_seqlens_q[i]` to
@@ -163,3 +164,26 @@ def _attend(
     mixed = weights.flatten(2, 3) @ values  # [KVH, n, G · T, D]
     unpacked = mixed.view(num_kv_heads, num_seqs, num_groups, num_queries, head_dim).permute(1, 3, 0, 2, 4)
     return unpacked.flatten(2, 3)  # [n, T, H, D]
+
+
+def linear_of_codes(rows: Tensor, codes: Tensor, scales: Tensor, minimums: Tensor) -> Tensor:
+    """Products of rows that are rounded to bytes with weights scale · code + minimum.
+
+    Args:
+        rows: `[num_rows, num_inputs]` float32; every 32 values are rounded to 255 steps around 0, up to their largest.
+        codes: `[num_outputs, groups, 32]` uint8.
+        scales, minimums: `[num_outputs, groups]` float32.
+
+    Returns:
+        `[num_rows, num_outputs]` float32; sums of a group's codes and bytes are exact, groups are added in order.
+    """
+    groups = rows.view(len(rows), -1, codes.shape[2])
+    row_scales = groups.abs().amax(dim=2) / 127.0  # [rows, groups]
+    steps = groups * torch.where(row_scales == 0.0, 0.0, 1.0 / row_scales)[..., None]
+    in_bytes = steps.round().double()
+    whole = torch.einsum("rgi,ogi->rog", in_bytes, codes.double()).float()  # below 2 to the power of 24
+    values = whole * scales + in_bytes.sum(dim=2).float()[:, None] * minimums
+    output = torch.zeros(len(rows), len(codes))
+    for group in range(codes.shape[1]):
+        output += values[:, :, group] * row_scales[:, None, group]
+    return output

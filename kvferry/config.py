@@ -152,10 +152,10 @@ class ModelConfig(_Frozen):
     """auto: the model's generation_config.json has the defaults of temperature, top_p, top_k, min_p, penalties and
     max_tokens (its max_new_tokens) for requests that leave them unset; the same at all routers of a deployment."""
     quantization: Quantization = "none"
-    """How linears hold their weights, for models of Llama's family on native kernels; their inputs are rounded to bytes,
-    so tokens may be others than the exact model's. int8: 8 bits, 32 weights a scale. int4: 4 bits; a GGUF's Q4_0, Q4_1
-    and Q8_0 tensors keep their very values, others are rounded, the output layer's to 8 bits. auto: int4 where that
-    rounds no weight, else none. All workers of a cluster agree."""
+    """How linears hold their weights, for models of Llama's family on native kernels; what they multiply is rounded to
+    bytes, so tokens may be others than the exact model's. int8: 8 bits, 32 weights a scale. int4: 4 bits; tensors of a
+    GGUF in Q4_0, Q4_1 or Q8_0 keep their very values, others are rounded, the output layer's to 8 bits. auto: int4
+    where that rounds no weight, else none. All workers of a cluster agree."""
     cache_dir: Path = Path("~/.cache/kvferry")
     """Where models fetched or converted by `kvferry` and the kernels built for this machine are kept."""
 

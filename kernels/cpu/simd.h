@@ -69,7 +69,21 @@ inline F32x16 load(const Bf16* from) {
   return bits_of<F32x16>(__builtin_convertvector(halves, U32x16) << 16);
 }
 
-inline F32x16 load(const Half* from) { return __builtin_convertvector(load_bytes<F16x16>(from), F32x16); }
+// Compilers turn GCC's conversion into sixteen single ones.
+inline F32x16 load(const Half* from) {
+#if defined(__AVX512F__)
+  return (F32x16)_mm512_cvtph_ps(load_bytes<__m256i>(from));
+#elif defined(__F16C__)
+  F32x16 values;
+  for (int64_t half = 0; half < 2; ++half) {
+    const __m256 part = _mm256_cvtph_ps(load_bytes<__m128i>(from + half * 8));
+    std::memcpy(reinterpret_cast<char*>(&values) + half * 32, &part, 32);
+  }
+  return values;
+#else
+  return __builtin_convertvector(load_bytes<F16x16>(from), F32x16);
+#endif
+}
 
 inline void store(float* to, F32x16 value) { std::memcpy(to, &value, sizeof value); }
 // Rounds to nearest, ties to even; a NaN stays one.

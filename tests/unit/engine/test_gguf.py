@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from gguf import GGMLQuantizationType
+from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from engine import packed_weights
 from engine.gguf import convert_gguf, main
-from engine.loader import load_model
+from engine.lean_decoder import LeanDecoder
+from engine.loader import load_model, quantised_fingerprint
+from engine.model_folder import model_fingerprint
+from kernels.decoder import NativeKernels, gate_up_rows, packed_linear
+from kernels.native import open_native
+from kvferry.config import Config
 from kvferry.errors import FailedPrecondition
 from tests.support.models import random_model
 
@@ -53,14 +61,22 @@ def permuted(weight: np.ndarray, num_heads: int) -> np.ndarray:
     return weight.reshape(num_heads, 2, HEAD_DIM // 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path: Path, pre_tokenizer: str = "smollm") -> dict[str, torch.Tensor]:
-    """Write a random model; returns its weights by their transformers names."""
-    weights = {name: tensor.detach() for name, tensor in random_model(CONFIG).named_parameters()}
+def write_gguf(
+    path: Path,
+    pre_tokenizer: str = "smollm",
+    *,
+    inner: int = INNER,
+    kinds: Mapping[str, GGMLQuantizationType] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Write a random model, its tensors in `kinds` by their short names; returns its weights by transformers' names."""
+    kinds = kinds or {}
+    config = LlamaConfig(**{**CONFIG.to_dict(), "intermediate_size": inner})
+    weights = {name: tensor.detach() for name, tensor in random_model(config).named_parameters()}
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(256)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(INNER)
+    writer.add_feed_forward_length(inner)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
     writer.add_rope_dimension_count(HEAD_DIM)
@@ -77,13 +93,18 @@ def write_gguf(path: Path, pre_tokenizer: str = "smollm") -> dict[str, torch.Ten
     writer.add_unk_token_id(0)
     writer.add_pad_token_id(2)
     writer.add_chat_template(TEMPLATE)
-    writer.add_tensor("token_embd.weight", weights["model.embed_tokens.weight"].numpy())
+
+    def add(name: str, array: np.ndarray, kind: GGMLQuantizationType | None) -> None:
+        data = array if kind is None else gguf.quants.quantize(array, kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
+
+    add("token_embd.weight", weights["model.embed_tokens.weight"].numpy(), kinds.get("token_embd"))
     writer.add_tensor("output_norm.weight", weights["model.norm.weight"].numpy())
     for layer in range(LAYERS):
         for name, short in NAMES.items():
             array = weights[f"model.layers.{layer}.{name}.weight"].numpy()
             heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(short)
-            writer.add_tensor(f"blk.{layer}.{short}.weight", permuted(array, heads) if heads else array)
+            add(f"blk.{layer}.{short}.weight", permuted(array, heads) if heads else array, kinds.get(short))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -116,6 +137,77 @@ def test_the_folder_loads(converted: Path) -> None:
     loaded = load_model(converted, dtype="float32", block_size=16)
     assert loaded.max_context == 256
     assert loaded.vocab_size == len(TOKENS)
+
+
+KINDS = {
+    "token_embd": GGMLQuantizationType.Q8_0,
+    **dict.fromkeys(("attn_q", "attn_v", "attn_output", "ffn_gate"), GGMLQuantizationType.Q4_1),
+    "attn_k": GGMLQuantizationType.Q8_0,
+    **dict.fromkeys(("ffn_up", "ffn_down"), GGMLQuantizationType.Q4_0),
+}
+"""Q8_0 and Q4_1 meet in one packed matrix, and so do Q4_0 and Q4_1."""
+
+
+def test_a_quantised_file_keeps_its_values_to_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the file through its conversion to packed weights, which several loads share; auto finds them, too."""
+    monkeypatch.setattr(packed_weights, "LEAST_KEPT_BYTES", 0)
+    write_gguf(tmp_path / "mixed.gguf", inner=64, kinds=KINDS)
+    folder = tmp_path / "mixed"
+    convert_gguf(tmp_path / "mixed.gguf", folder)
+    kernels = NativeKernels(open_native(Config().model.kernels_path), 1)
+    for quantization in ("int4", "auto"):
+        loaded = load_model(
+            folder,
+            dtype="bfloat16",
+            block_size=16,
+            kernels=kernels,
+            packed_folder=tmp_path / "packed",
+            quantization=quantization,
+        )
+        assert isinstance(loaded.forward, LeanDecoder)
+        assert loaded.layout.model_fingerprint == quantised_fingerprint(model_fingerprint(folder), "int4")
+    (path,) = (tmp_path / "packed").iterdir()
+    packed, right = load_file(path), load_file(folder / "model.safetensors")
+    assert torch.equal(
+        packed_linear(packed, "head").rows(torch.arange(len(TOKENS))), right["model.embed_tokens.weight"]
+    )
+    for layer in range(LAYERS):
+        heads = [right[f"model.layers.{layer}.self_attn.{name}_proj.weight"] for name in "qkv"]
+        projection = packed_linear(packed, f"{layer}.projection")
+        assert torch.equal(projection.rows(torch.arange(len(torch.cat(heads)))), torch.cat(heads))
+        for name, rows in zip(("gate", "up"), gate_up_rows(64), strict=True):
+            ours = packed_linear(packed, f"{layer}.gate_up").rows(rows)
+            assert torch.equal(ours, right[f"model.layers.{layer}.mlp.{name}_proj.weight"])
+        for short, name in (("output", "self_attn.o"), ("down", "mlp.down")):
+            ours = packed_linear(packed, f"{layer}.{short}").rows(torch.arange(HIDDEN))
+            assert torch.equal(ours, right[f"model.layers.{layer}.{name}_proj.weight"])
+    assert packed["0.output"].numel() == HIDDEN * HIDDEN // 2  # two codes a byte
+    assert packed["0.projection"].numel() == HIDDEN * 2 * HIDDEN
+
+
+def test_auto_leaves_other_models_as_they_are(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "plain.gguf", inner=64)
+    convert_gguf(tmp_path / "plain.gguf", tmp_path / "plain")
+    kernels = NativeKernels(open_native(Config().model.kernels_path), 1)
+    for team in (kernels, None):
+        auto = load_model(tmp_path / "plain", dtype="bfloat16", block_size=16, kernels=team, quantization="auto")
+        assert auto.layout.model_fingerprint == model_fingerprint(tmp_path / "plain")
+
+
+def test_auto_rounds_nothing(tmp_path: Path) -> None:
+    """A weight beyond those that are looked at first is no code: found when they are packed."""
+    write_gguf(tmp_path / "mixed.gguf", inner=64, kinds=KINDS)
+    convert_gguf(tmp_path / "mixed.gguf", tmp_path / "mixed")
+    path = tmp_path / "mixed" / "model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.1.mlp.down_proj.weight"][31, 63] += 1e-3
+    save_file(weights, path, {"format": "pt"})
+    kernels = NativeKernels(open_native(Config().model.kernels_path), 1)
+    with pytest.raises(FailedPrecondition, match=r"auto: 1 linear.* would be rounded"):
+        load_model(tmp_path / "mixed", dtype="bfloat16", block_size=16, kernels=kernels, quantization="auto")
+    rounded = load_model(tmp_path / "mixed", dtype="bfloat16", block_size=16, kernels=kernels, quantization="int4")
+    assert isinstance(rounded.forward, LeanDecoder)
+    assert rounded.forward.num_rounded == 1
 
 
 def test_ending_ids_and_chat_template_are_there(converted: Path) -> None:

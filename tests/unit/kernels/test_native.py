@@ -189,7 +189,7 @@ def test_lean_decoder_is_transformers_in_float32(folders: dict[str, Path], archi
 @pytest.mark.parametrize(
     ("build", "architecture", "precision"),
     [
-        *[("native", name, precision) for name in LEAN for precision in ("float32", "bfloat16", "int8")],
+        *[("native", name, precision) for name in LEAN for precision in ("float32", "bfloat16", "int8", "int4")],
         ("amx-emulated", "llama", "bfloat16"),
         ("amx-emulated", "qwen2", "bfloat16"),
     ],
@@ -200,7 +200,7 @@ def test_the_bits_of_a_row_depend_on_nothing_beside_it(
     folders: dict[str, Path], architecture: str, precision: str
 ) -> None:
     """Alone or beside others, in chunks of any size, on any blocks, with any number of threads."""
-    dtype, quantization = ("bfloat16", "int8") if precision == "int8" else (precision, "none")
+    dtype, quantization = ("bfloat16", precision) if precision in ("int8", "int4") else (precision, "none")
     loaded = load_model(
         folders[architecture], dtype=dtype, block_size=16, kernels=kernels(1), quantization=quantization
     )
@@ -234,16 +234,20 @@ def test_bfloat16_is_as_near_to_float32_as_plain_torch(folders: dict[str, Path])
 
 def test_rounded_weights_are_another_model_and_near_the_exact_one(folders: dict[str, Path]) -> None:
     exact = load_model(folders["llama"], dtype="float32", block_size=16, kernels=kernels())
-    int8 = load_model(folders["llama"], dtype="float32", block_size=16, kernels=kernels(), quantization="int8")
-    assert int8.layout.model_fingerprint != exact.layout.model_fingerprint
+    int8, int4 = (
+        load_model(folders["llama"], dtype="float32", block_size=16, kernels=kernels(), quantization=quantization)
+        for quantization in ("int8", "int4")
+    )
+    assert len({loaded.layout.model_fingerprint for loaded in (exact, int8, int4)}) == 3
     ours, theirs = (torch.cat(logits(loaded, PROMPTS, chunk=100)) for loaded in (int8, exact))
     assert 0.0 < (ours - theirs).norm() / theirs.norm() < 0.2  # these weights amplify every difference
 
 
-def test_what_cannot_be_rounded_is_refused(folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_what_cannot_be_rounded_is_refused(folders: dict[str, Path], quantization: str) -> None:
     for name, team in (("gemma2", kernels()), ("llama", None)):
-        with pytest.raises(FailedPrecondition, match="quantization int8 needs"):
-            load_model(folders[name], dtype="float32", block_size=16, kernels=team, quantization="int8")
+        with pytest.raises(FailedPrecondition, match=f"quantization {quantization} needs"):
+            load_model(folders[name], dtype="float32", block_size=16, kernels=team, quantization=quantization)
     with pytest.raises(ValueError, match="groups of 32"):
         pack(torch.zeros(4, 40), torch.int8)
 
