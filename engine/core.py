@@ -434,8 +434,8 @@ class EngineCore:
         outputs: list[Output] = []
         is_prefill = sequence.num_computed_tokens < sequence.num_given_tokens
         sequence.num_computed_tokens += chunk.num_tokens
-        if result is not None and sequence.lookup is not None:
-            outputs += self._accept(chunk, result, end_ns)
+        if self.speculator is not None and result is not None and result.token_id is not None:
+            outputs += self._accept(self.speculator, chunk, result, end_ns)
         if self._makes_digests:
             self._digest(sequence, sequence.num_computed_tokens)
         self.block_manager.publish(sequence)
@@ -475,7 +475,7 @@ class EngineCore:
                 self.pool.set_digest(block_id, block_digest(self.runner.block_view(block_id)))
         sequence.num_digested_blocks = num_full
 
-    def _accept(self, chunk: ScheduledChunk, result: Sampled, at_ns: int) -> list[Output]:
+    def _accept(self, speculator: Speculator, chunk: ScheduledChunk, result: Sampled, at_ns: int) -> list[Output]:
         """Takes the tokens of a draft that were sampled so: their KV is computed; that of the others is given up.
 
         The last token of the run is left, which has no KV yet, as if it had been sampled alone.
@@ -487,8 +487,7 @@ class EngineCore:
             sequence.token_ids.append(token.token_id)
         sequence.num_computed_tokens += len(accepted)
         self._num_sampled_tokens += len(accepted)
-        if self.speculator is not None:
-            self.speculator.observe(sequence, chunk.draft, [one.token_id for one in (*accepted, last)])
+        speculator.observe(sequence, chunk.draft, [one.token_id for one in (*accepted, last)])
         if chunk.draft:
             self.block_manager.truncate(sequence)
         return outputs
