@@ -177,11 +177,12 @@ class Speculator:
     """Drafts of one engine's sequences.
 
     Attributes:
+        row_cost: as in `SpeculationPolicy`.
         num_drafts, num_draft_tokens, num_accepted_tokens: since the start, as verified.
     """
 
     def __init__(self, policy: SpeculationPolicy) -> None:
-        self._row_cost = policy.row_cost
+        self.row_cost = policy.row_cost
         self.num_drafts = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
@@ -196,13 +197,13 @@ class Speculator:
 
     def outlook(self, num_decodes: int) -> StepOutlook:
         """Of a step with so many sequences that decode."""
-        return StepOutlook.of(num_decodes, self._row_cost)
+        return StepOutlook.of(num_decodes, self.row_cost)
 
     def propose(self, sequence: Sequence, most: int, outlook: StepOutlook) -> list[int]:
         """The draft of one sequence for this step, none or up to `most` tokens."""
         if sequence.lookup is None:
             sequence.lookup = SequenceLookup()
-        return sequence.lookup.draft(sequence.token_ids, min(most, MAX_DRAFT_TOKENS), outlook, self._row_cost)
+        return sequence.lookup.draft(sequence.token_ids, min(most, MAX_DRAFT_TOKENS), outlook, self.row_cost)
 
     def observe(self, sequence: Sequence, draft: SequenceOf[int], new: SequenceOf[int]) -> None:
         """What a step brought: `new` tokens, all but the last one of them a beginning of `draft`."""

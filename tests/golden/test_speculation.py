@@ -32,9 +32,9 @@ from tests.support.workers import assert_idle, core_of, make_spec, running_pair
 NUM_TOKENS = 32
 LENGTHS = (3, 5, 8, 12, 20, 30)
 RULES = LogitRules(
-    presence_penalty=0.4,
-    frequency_penalty=0.3,
-    repetition_penalty=1.1,
+    presence_penalty=1.5,
+    frequency_penalty=1.2,
+    repetition_penalty=1.5,
     bias=((7, 2.0), (9, -3.0)),
     bad_words=((11, 12), (13,)),
 )

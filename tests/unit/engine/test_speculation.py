@@ -272,20 +272,28 @@ def test_several_tokens_come_in_a_step() -> None:
     assert stats.num_steps == 3
 
 
-def test_a_draft_takes_no_block_that_others_need() -> None:
-    """It is cut to what is there; nothing is preempted, and the watermark stays."""
-    prompt, num_tokens = [1] * 8, 12
-    core = speculating(6, num_watermark_blocks=1)
-    core.add(make_sequence(core, "a", prompt, num_tokens))
-    spare = []
-    outputs = []
+def test_no_draft_goes_beyond_the_end() -> None:
+    """The KV of the last token is never computed, so no draft holds it."""
+    core = speculating()
+    core.add(make_sequence(core, "a", [1, 2, 3], 6))
     while core.has_work:
-        outputs += core.step()
-        spare.append(core.pool.counts.available)
-    assert min(spare) >= 1
-    assert not [one for one in outputs if isinstance(one, SequencePreempted)]
-    sampled = [one.token_id for one in outputs if isinstance(one, TokenSampled)]
-    assert sampled == expected_tokens(prompt, SamplingParams(max_tokens=num_tokens, temperature=0.0))
+        core.step()
+    assert (core.stats().num_draft_tokens, core.stats().num_accepted_tokens) == (4, 4)
+
+
+def test_a_draft_takes_no_block_that_others_need() -> None:
+    """It is cut to what is there beside the watermark; nothing is preempted for it."""
+    prompt, num_tokens = [1] * 8, 12
+    lengths = {}
+    for num_blocks in (5, 6, 7):
+        core = speculating(num_blocks, num_watermark_blocks=2)
+        core.add(make_sequence(core, "a", prompt, num_tokens))
+        outputs = run_to_end(core)
+        assert not [one for one in outputs if isinstance(one, SequencePreempted)]
+        sampled = [one.token_id for one in outputs if isinstance(one, TokenSampled)]
+        assert sampled == expected_tokens(prompt, SamplingParams(max_tokens=num_tokens, temperature=0.0))
+        lengths[num_blocks] = core.stats().num_draft_tokens
+    assert lengths == {5: 8, 6: 9, 7: 9}
 
 
 def test_wrong_drafts_leave_no_block_behind() -> None:
