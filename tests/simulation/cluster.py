@@ -105,7 +105,7 @@ class Cluster:
         self._num_decode_blocks = LEAST_BLOCKS + self._rng.choice((0, 0, 1, 2, 4, 8))
         self._reship_probability = self._rng.choice((0.0, 0.0, 0.5))
         is_local = self._rng.random() < 0.08
-        self._draft_rng = random.Random(f"speculation {seed}")  # apart, so that this shifts nothing else that a seed decides
+        self._draft_rng = random.Random(f"speculation {seed}")  # apart, as what follows
         self._speculates = self._draft_rng.random() < 0.3
         prefill = () if is_local else tuple(f"P{index}" for index in range(self._rng.choice((1, 1, 2, 3))))
         decode = tuple(f"D{index}" for index in range(self._rng.choice((1, 1, 2, 3))))
