@@ -36,8 +36,8 @@ MEASURED_TOKENS, MEASURED_BLOCKS = 64, 8
 """How much is computed and copied at start to choose between recompute and swap."""
 MEASURED_DRAFT = 8
 """Length of the draft that is measured at start."""
-LEAST_ROW_COST = 0.01
-"""Of a step: what Python alone spends on a row."""
+LEAST_ROW_COST = 0.05
+"""Of a step: a busy machine may measure less, and longer drafts than this leads to bring little."""
 
 
 def open_core(config: Config, *, digests: bool = False) -> EngineCore:
@@ -137,7 +137,8 @@ def measure_speculation(runner: Runner, mode: Speculation) -> SpeculationPolicy:
     num_known = min(MEASURED_TOKENS, runner.num_blocks * runner.layout.block_size, runner.max_context) - MEASURED_DRAFT
     if num_known < 1 or not runner.suits_drafts:
         return SpeculationPolicy("prompt_lookup")
-    alone_s, drafted_s = (min(_decode_s(runner, num_known, num) for _ in range(3)) for num in (0, MEASURED_DRAFT))
+    rounds = [[_decode_s(runner, num_known, length) for length in (0, MEASURED_DRAFT)] for _ in range(4)]
+    alone_s, drafted_s = map(min, zip(*rounds, strict=True))  # in turn, so that a machine that is busy slows both
     row_cost = (drafted_s / alone_s - 1.0) / MEASURED_DRAFT
     return SpeculationPolicy("prompt_lookup", min(max(row_cost, LEAST_ROW_COST), 1.0))
 
