@@ -1,4 +1,4 @@
-"""Models of Llama's family, Gemma 3 too, without transformers' layers: the embedding, then one native call for all layers.
+"""Models of Llama's family, Gemma 3 too, without their layers in transformers: the embedding, then one native call.
 
     `lean_decoder(model, …)` packs the weights ─► `LeanDecoder.logits(batch, rows)`
 
