@@ -70,6 +70,7 @@ def open_engine(options: argparse.Namespace) -> EngineCore:
         kernels=options.kernels,
         prefix_caching=False,
         preemption="recompute",
+        speculation="none",  # peers do without, too
     )
     model = ModelConfig(name="bench", path=options.folder, dtype="bfloat16", quantization=options.quantization)
     return open_core(Config(model=model, engine=engine))

@@ -95,7 +95,7 @@ def _config(report: Reporter) -> Config:
     folder = ModelStore(config.model.cache_path).prepare(config.model.name, report)
     config = config.replace("model", path=str(folder), dtype="bfloat16")
     config = config.replace("router", grpc_listen="127.0.0.1:0", http_listen="127.0.0.1:0")
-    return config.replace("engine", num_threads=1, num_blocks=NUM_BLOCKS)
+    return config.replace("engine", num_threads=1, num_blocks=NUM_BLOCKS, speculation="none")
 
 
 async def _run(
