@@ -34,7 +34,7 @@ from kvferry.cluster import LocalCluster
 from kvferry.config import Config, child_environment, load_config
 from kvferry.model_store import ModelStore
 
-NUM_STREAMS, NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 16, 128, 128
+NUM_STREAMS, NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 16, 128, 384
 NUM_BLOCKS = 1_024
 PART = "bench split"
 MEMORY_STREAMS = 32

@@ -42,7 +42,7 @@ PARTS: dict[str, tuple[Any, str]] = {
     "forward": (LeanDecoder, "logits"),
     "layers": (NativeDecoder, "layers"),
     "head": (NativeDecoder, "head"),
-    "sampling": (engine.model_runner, "sample_rows"),
+    "sampling": (engine.model_runner, "sample_slices"),
 }
 
 
