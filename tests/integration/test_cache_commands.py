@@ -107,7 +107,9 @@ async def test_a_system_prompt_is_pinned_as_chats_send_it(tmp_path: Path, kvferr
         pin = ("cache", "pin", "brief", "--system", EXAMPLE_SYSTEM, *target)
         code, stdout, stderr = await kvferry(*pin)
         assert (code, stdout) == (1, "") and "not cached on any worker; run a request with it first" in stderr
-        code, _, stderr = await kvferry("chat", "--system", EXAMPLE_SYSTEM, "--max-tokens", "2", *target, stdin="hi\n")
+        code, _, stderr = await kvferry(
+            "chat", "--system", EXAMPLE_SYSTEM, "--temperature", "0", "--max-tokens", "2", *target, stdin="hi\n"
+        )
         assert (code, stderr) == (0, "ended at max_tokens (2)\n")
         code, stdout, _ = await kvferry(*pin, "--json")
         pinned = [worker["num_blocks"] for worker in json.loads(stdout)]
