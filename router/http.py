@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Self
 
 import uvicorn
@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 
 NOT_READY = 503
 PROBES = ["GET", "HEAD"]
-CLOSE_TIMEOUT_S = 2.0
+CLOSE_TIMEOUT_S, CLOSE_POLL_S = 2.0, 0.005
+TICK_S, TICKS_A_DAY = 0.1, 864_000
+"""As in the library, which sets the date of its answers at every tenth."""
 KEEP_ALIVE_S = 75
 """How long an idle connection stays: longer than clients keep theirs (the OpenAI package 5 s, proxies often 60), which
 would else send a request into one that is being closed."""
@@ -80,11 +82,42 @@ class _Quiet(logging.Logger):
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process."""
+    """Leaves signals to the process, and ends when it is told to: the library looks ten times a second."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._is_told = asyncio.Event()
+
+    def end(self) -> None:
+        """Whoever has a connection gets `CLOSE_TIMEOUT_S`."""
+        self.should_exit = True
+        self._is_told.set()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def main_loop(self) -> None:
+        counter = 0
+        while not await self.on_tick(counter):
+            counter = (counter + 1) % TICKS_A_DAY
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._is_told.wait(), TICK_S)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in (*self.servers, *(sockets or ())):
+            listener.close()
+        state = self.server_state
+        for connection in list(state.connections):
+            connection.shutdown()  # at once, where it is idle
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                while state.connections or state.tasks:  # noqa: ASYNC110 - the library has no event for it
+                    await asyncio.sleep(CLOSE_POLL_S)
+                for server in self.servers:
+                    await server.wait_closed()
+        for task in list(state.tasks):
+            task.cancel()
 
 
 class HttpServer:
@@ -109,7 +142,6 @@ class HttpServer:
             log_config=None,
             access_log=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(CLOSE_TIMEOUT_S),
         )
         self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
@@ -117,7 +149,7 @@ class HttpServer:
 
     async def __aexit__(self, *_: object) -> None:
         assert self._task is not None
-        self._server.should_exit = True
+        self._server.end()
         await asyncio.wait([self._task], timeout=2 * CLOSE_TIMEOUT_S)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)

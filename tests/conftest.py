@@ -13,6 +13,8 @@ from hypothesis import settings
 from kvferry.config import load_config
 from kvferry.model_store import ModelStore
 from tests.support.commands import CommandServer
+from tests.support.forks import fork_server
+from tests.support.stuck import StuckTests
 
 settings.register_profile("suite", derandomize=True, deadline=None)
 """The suite looks at the same examples every time: what a new one finds is for whoever runs the sweep, not for CI."""
@@ -20,7 +22,8 @@ settings.register_profile("sweep", print_blob=True, deadline=None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Properties see new examples with every sweep."""
+    """Properties see new examples with every sweep; a stuck test fails alone."""
+    config.pluginmanager.register(StuckTests())
     settings.load_profile("sweep" if config.getoption("markexpr") == "sweep" else "suite")
 
 
@@ -45,3 +48,14 @@ def commands() -> Iterator[CommandServer]:
     """Runs `kvferry` commands."""
     with CommandServer() as server:
         yield server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The server that forks workers and routers starts before the first test: one that waited for it would hold up the
+    workers in its own event loop."""
+    if any(item.get_closest_marker("processes") for item in request.session.items):
+        fork_server()
+    yield
+    if fork_server.cache_info().currsize:
+        fork_server().close()

@@ -17,6 +17,7 @@ namespace kvferry {
 constexpr int64_t TOKENS = 32;   // of a tile
 constexpr int64_t QUERIES = 16;  // positions of one task: each of their heads shares the loaded keys
 constexpr int MOST_AT_ONCE = 6;  // rows that share what is loaded: 6 rows · 4 vectors are 24 sums
+constexpr int64_t CACHE_LINE_BYTES = 64;
 
 struct Cache {
   void* data;  // [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
@@ -42,18 +43,21 @@ struct AttentionSettings {
   float softcap;  // 0: none
 };
 
-// One task: QUERIES positions of a sequence, the heads that share one KV head.
+// One task: up to QUERIES positions of a sequence, the heads that share one KV head, or each of several.
 struct AttentionTask {
-  int64_t sequence, first_query, num_queries, kv_head;
+  int64_t sequence, first_query, num_queries, first_kv_head, num_kv_heads;
 };
 
-inline std::vector<AttentionTask> attention_tasks(const Sequences& of, int64_t num_kv_heads) {
+// Who decodes reads the KV heads of a block one after the other, as they lie in memory, where there are tasks enough.
+inline std::vector<AttentionTask> attention_tasks(const Sequences& of, int64_t num_kv_heads, int64_t num_threads) {
   std::vector<AttentionTask> tasks;
+  const bool are_many = of.num_sequences >= 2 * num_threads;
   for (int64_t sequence = 0; sequence < of.num_sequences; ++sequence) {
     const int64_t num_queries = of.first_rows[sequence + 1] - of.first_rows[sequence];
+    const int64_t heads = num_queries == 1 && are_many ? num_kv_heads : 1;
     for (int64_t first = 0; first < num_queries; first += QUERIES)
-      for (int64_t head = 0; head < num_kv_heads; ++head)
-        tasks.push_back({sequence, first, std::min(QUERIES, num_queries - first), head});
+      for (int64_t head = 0; head < num_kv_heads; head += heads)
+        tasks.push_back({sequence, first, std::min(QUERIES, num_queries - first), head, heads});
   }
   return tasks;
 }
@@ -61,16 +65,16 @@ inline std::vector<AttentionTask> attention_tasks(const Sequences& of, int64_t n
 // A thread's memory for one task.
 template <typename T>
 struct AttentionScratch {
-  std::vector<T> queries, padded_row;         // [rows][padded(head_dim)], one row
+  std::vector<T> queries, padded_rows;        // [rows][padded(head_dim)], two rows
   std::vector<uint32_t> keys;                 // of a tile, turned: [units][TOKENS]
-  std::vector<float> values;                  // of a tile: [TOKENS][padded(head_dim)]
+  std::vector<uint32_t> values;               // of a tile, in units of neighbouring tokens: [units][padded(head_dim)]
   std::vector<float> mixed, largest, sum;     // [rows][padded(head_dim)], [rows], [rows]
 
   void resize(int64_t num_rows, int64_t width) {
     queries.assign(num_rows * width, T{});
-    padded_row.assign(width, T{});
+    padded_rows.assign(2 * width, T{});
     keys.resize(TOKENS * width / PER_UNIT<T>);
-    values.resize(TOKENS * width);
+    values.resize(TOKENS * width / PER_UNIT<T>);
     mixed.assign(num_rows * width, 0.0f);
     largest.assign(num_rows, NO_SCORE);
     sum.assign(num_rows, 0.0f);
@@ -87,88 +91,127 @@ class AttentionTile {
         table_(of.block_tables + task.sequence * of.max_blocks) {
     const int64_t num_queries = of.first_rows[task.sequence + 1] - of.first_rows[task.sequence];
     first_position_ = of.context_lengths[task.sequence] - num_queries + task.first_query;
+    last_position_ = first_position_ + task.num_queries - 1;
     first_visible_ = first_seen(first_position_);
-    scratch_.resize(num_rows_, width_);
+    takes_values_there_ = num_rows_ <= MOST_AT_ONCE && width_ == cache.head_dim;
   }
 
-  // `query`: [tokens, num_heads, stride] of T, from the task's first row on; `output` alike, rows of head_dim.
-  void run(const T* query, int64_t query_stride, T* output, int64_t output_stride) {
-    for (int64_t row = 0; row < num_rows_; ++row)
-      std::copy_n(query + row / group_ * query_stride + (task_.kv_head * group_ + row % group_) * cache_.head_dim,
-                  cache_.head_dim, &scratch_.queries[row * width_]);
-    const int64_t last_position = first_position_ + task_.num_queries - 1;
-    for (int64_t start = first_visible_ / TOKENS * TOKENS; start <= last_position; start += TOKENS) {
-      load_tile(start, last_position);
-      int64_t rows[MOST_AT_ONCE];
-      int count = 0;
-      for (int64_t row = 0; row < num_rows_; ++row) {
-        if (start <= position(row) && start + TOKENS > first_seen(position(row))) rows[count++] = row;
-        if (count == MOST_AT_ONCE || (row == num_rows_ - 1 && count > 0)) {
-          step_up_to<MOST_AT_ONCE>(rows, count, start);
-          count = 0;
-        }
+  // `query`: [tokens, num_heads, stride] of T, from the task's first row on; `output` alike, rows of head_dim. `next`: what
+  // this thread is likely to do then.
+  void run(const T* query, int64_t query_stride, T* output, int64_t output_stride, const AttentionTile& next) {
+    scratch_.resize(num_rows_ * task_.num_kv_heads, width_);
+    for (int64_t row = 0; row < num_rows_ * task_.num_kv_heads; ++row)
+      std::copy_n(query + query_of(row) * query_stride + head_of(row) * cache_.head_dim, cache_.head_dim,
+                  &scratch_.queries[row * width_]);
+    for (int64_t start = first_tile(); start <= last_position_; start += TOKENS)
+      for (int64_t head = 0; head < task_.num_kv_heads; ++head) {
+        if (start + TOKENS <= last_position_) load_tile(start, head, *this, start + TOKENS);
+        else load_tile(start, head, next, next.first_tile());
+        step_all(start, head);
       }
-    }
-    for (int64_t row = 0; row < num_rows_; ++row) write(row, output, output_stride);
+    for (int64_t row = 0; row < num_rows_ * task_.num_kv_heads; ++row)
+      write(row, output + query_of(row) * output_stride + head_of(row) * cache_.head_dim);
+  }
+
+  int64_t first_tile() const { return first_visible_ / TOKENS * TOKENS; }
+
+  // Asks memory for the tile's keys and values, so that they are near when it comes.
+  void fetch(int64_t start, int64_t count, int64_t head) const {
+    const int64_t first = std::max(start, first_visible_), end = std::min(start + count, last_position_ + 1);
+    visit_runs(head, first, end - first, [&](int64_t, int64_t length, const T* keys, const T* values) {
+      for (int64_t at = 0; at < length * cache_.head_dim; at += CACHE_LINE_BYTES / sizeof(T)) {
+        fetch_line(keys + at);
+        fetch_line(values + at);
+      }
+    });
   }
 
  private:
-  int64_t position(int64_t row) const { return first_position_ + row / group_; }
+  // Rows are ordered by KV head of the task, query, head of the group.
+  int64_t query_of(int64_t row) const { return row % num_rows_ / group_; }
+  int64_t head_of(int64_t row) const { return (task_.first_kv_head + row / num_rows_) * group_ + row % group_; }
+  int64_t position(int64_t row) const { return first_position_ + query_of(row); }
   int64_t first_seen(int64_t position) const {
     return settings_.window > 0 ? std::max<int64_t>(0, position - settings_.window + 1) : 0;
   }
 
-  // The tile's keys, turned so that a vector has 16 tokens, and its values as floats. Tokens that no row sees stand for
-  // another that one does.
-  void load_tile(int64_t start, int64_t last_position) {
-    const T *keys[TOKENS], *values[TOKENS];
-    find_tokens(start, last_position, keys, values);
-    const int64_t num_units = width_ / PER_UNIT<T>;
+  // The tile's keys, turned so that a vector has 16 tokens, and its values so that a unit has neighbouring ones; few rows
+  // take the values from where they are. Tokens that no row sees stand for another that one does.
+  void load_tile(int64_t start, int64_t head, const AttentionTile& next, int64_t next_start) {
+    find_tokens(start, head);
+    const int64_t num_units = width_ / PER_UNIT<T>, share = LANES * LANES / num_units;
     for (int64_t first = 0; first < TOKENS; first += LANES)
       for (int64_t unit = 0; unit < num_units; unit += LANES) {
         U32x16 square[LANES];
-        for (int64_t i = 0; i < LANES; ++i) square[i] = load_bytes<U32x16>(whole_row(keys[first + i], unit) + unit * PER_UNIT<T>);
+        if ((unit + LANES) * PER_UNIT<T> <= cache_.head_dim)
+#pragma GCC unroll 16
+          for (int64_t i = 0; i < LANES; ++i) square[i] = load_bytes<U32x16>(keys_[first + i] + unit * PER_UNIT<T>);
+        else
+          for (int64_t i = 0; i < LANES; ++i)
+            square[i] = load_bytes<U32x16>(with_zeros(keys_[first + i], 0) + unit * PER_UNIT<T>);
+        next.fetch(next_start + first + unit / LANES * share, share, head % next.task_.num_kv_heads);
         transpose(square);
+#pragma GCC unroll 16
         for (int64_t i = 0; i < LANES; ++i) std::memcpy(&scratch_.keys[(unit + i) * TOKENS + first], &square[i], VECTOR_BYTES);
       }
-    for (int64_t i = 0; i < TOKENS; ++i) {
-      const T* from = whole_row(values[i], width_ / PER_UNIT<T> - LANES);
-      for (int64_t at = 0; at < width_; at += LANES) store(&scratch_.values[i * width_ + at], load(from + at));
-    }
-  }
-
-  // Where they are; the next tile's are asked for, so that they are near when it comes.
-  void find_tokens(int64_t start, int64_t last_position, const T** keys, const T** values) const {
-    const T* data = static_cast<const T*>(cache_.data);
-    int64_t token = std::clamp(start, first_visible_, last_position);
-    int64_t column = token / cache_.block_size, place = token % cache_.block_size;
-    const T *block_keys = nullptr, *block_values = nullptr;
-    const auto enter_block = [&] {
-      block_keys = data + cache_.offset(table_[column], settings_.layer, 0, task_.kv_head);
-      block_values = data + cache_.offset(table_[column], settings_.layer, 1, task_.kv_head);
-    };
-    enter_block();
-    const int64_t ahead = TOKENS * cache_.head_dim;  // within a block; others are found by what loads them
-    for (int64_t i = 0; i < TOKENS; ++i) {
-      keys[i] = block_keys + place * cache_.head_dim;
-      values[i] = block_values + place * cache_.head_dim;
-      __builtin_prefetch(keys[i] + ahead);
-      __builtin_prefetch(values[i] + ahead);
-      if (start + i + 1 <= token || token == last_position) continue;
-      ++token;
-      if (++place == cache_.block_size) {
-        place = 0;
-        ++column;
-        enter_block();
+    if (takes_values_there_) return;
+    for (int64_t token = 0; token < TOKENS; token += PER_UNIT<T>) {
+      const T* rows[PER_UNIT<T>];
+      for (int64_t i = 0; i < PER_UNIT<T>; ++i) rows[i] = with_zeros(values_[token + i], i);
+      for (int64_t at = 0; at < width_; at += 2 * LANES) {
+        const Units units = interleave(rows, at);
+        std::memcpy(&scratch_.values[token / PER_UNIT<T> * width_ + at], &units, sizeof units);
       }
     }
   }
 
-  // The row, or a copy with zeros behind it where 16 units from `unit` on would reach beyond it.
-  const T* whole_row(const T* row, int64_t unit) {
-    if ((unit + LANES) * PER_UNIT<T> <= cache_.head_dim) return row;
-    std::copy_n(row, cache_.head_dim, scratch_.padded_row.data());
-    return scratch_.padded_row.data();
+  // Calls visit(first, count, keys, values) for the runs of tokens that lie in one block, of `count` from `first` on.
+  template <typename Visit>
+  void visit_runs(int64_t head, int64_t first, int64_t count, const Visit& visit) const {
+    head += task_.first_kv_head;
+    const T* data = static_cast<const T*>(cache_.data);
+    for (const int64_t end = first + count; first < end;) {
+      const int64_t block = table_[first / cache_.block_size], place = first % cache_.block_size;
+      const int64_t length = std::min(cache_.block_size - place, end - first);
+      visit(first, length, data + cache_.offset(block, settings_.layer, 0, head) + place * cache_.head_dim,
+            data + cache_.offset(block, settings_.layer, 1, head) + place * cache_.head_dim);
+      first += length;
+    }
+  }
+
+  void find_tokens(int64_t start, int64_t head) {
+    const int64_t first = std::max(start, first_visible_), end = std::min(start + TOKENS, last_position_ + 1);
+    visit_runs(head, first, end - first, [&](int64_t token, int64_t length, const T* keys, const T* values) {
+      for (int64_t i = 0; i < length; ++i) {
+        keys_[token - start + i] = keys + i * cache_.head_dim;
+        values_[token - start + i] = values + i * cache_.head_dim;
+      }
+    });
+    std::fill(keys_, keys_ + (first - start), keys_[first - start]);
+    std::fill(values_, values_ + (first - start), values_[first - start]);
+    std::fill(keys_ + (end - start), keys_ + TOKENS, keys_[end - start - 1]);
+    std::fill(values_ + (end - start), values_ + TOKENS, values_[end - start - 1]);
+  }
+
+  // The row, or a copy with zeros behind it where its width is not whole.
+  const T* with_zeros(const T* row, int64_t copy) {
+    if (width_ == cache_.head_dim) return row;
+    std::copy_n(row, cache_.head_dim, &scratch_.padded_rows[copy * width_]);
+    return &scratch_.padded_rows[copy * width_];
+  }
+
+  // One tile more for all rows of a KV head.
+  void step_all(int64_t start, int64_t head) {
+    int64_t rows[MOST_AT_ONCE];
+    int count = 0;
+    const int64_t end = (head + 1) * num_rows_;
+    for (int64_t row = head * num_rows_; row < end; ++row) {
+      if (start <= position(row) && start + TOKENS > first_seen(position(row))) rows[count++] = row;
+      if (count == MOST_AT_ONCE || (row == end - 1 && count > 0)) {
+        step_up_to<MOST_AT_ONCE>(rows, count, start);
+        count = 0;
+      }
+    }
   }
 
   template <int ROWS>
@@ -182,11 +225,18 @@ class AttentionTile {
   void step(const int64_t* rows, int64_t start) {
     F32x16 scores[ROWS][2];
     score<ROWS>(rows, scores);
-    float weights[ROWS][TOKENS], factors[ROWS];
+    T weights[ROWS][TOKENS];
+    float factors[ROWS];
     for (int i = 0; i < ROWS; ++i) factors[i] = weigh(rows[i], start, scores[i], weights[i]);
+    if (takes_values_there_) mix_all<ROWS, true>(rows, weights, factors);
+    else mix_all<ROWS, false>(rows, weights, factors);
+  }
+
+  template <int ROWS, bool IS_THERE>
+  void mix_all(const int64_t* rows, const T (&weights)[ROWS][TOKENS], const float (&factors)[ROWS]) {
     int64_t at = 0;
-    for (; at + 4 * LANES <= width_; at += 4 * LANES) mix<ROWS, 4>(rows, weights, factors, at);
-    for (; at < width_; at += LANES) mix<ROWS, 1>(rows, weights, factors, at);
+    for (; at + 4 * LANES <= width_; at += 4 * LANES) mix<ROWS, 4, IS_THERE>(rows, weights, factors, at);
+    for (; at < width_; at += 2 * LANES) mix<ROWS, 2, IS_THERE>(rows, weights, factors, at);
   }
 
   template <int ROWS>
@@ -215,14 +265,15 @@ class AttentionTile {
   }
 
   // Weights that follow from a row's scores; returns the factor for what was mixed before.
-  float weigh(int64_t row, int64_t start, F32x16 (&scores)[2], float* weights) {
+  float weigh(int64_t row, int64_t start, F32x16 (&scores)[2], T* weights) {
     const int64_t last = position(row), first = first_seen(last);
-    const F32x16 places = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const F32x16 is_outside = splat(NO_SCORE);
-    for (int half = 0; half < 2; ++half) {
-      const F32x16 token = places + float(half * LANES);
-      scores[half] = token > float(last - start) ? is_outside : scores[half];
-      scores[half] = token < float(first - start) ? is_outside : scores[half];
+    if (first > start || last < start + TOKENS - 1) {
+      const F32x16 places = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+      for (int half = 0; half < 2; ++half) {
+        const F32x16 token = places + float(half * LANES);
+        scores[half] = token > float(last - start) ? splat(NO_SCORE) : scores[half];
+        scores[half] = token < float(first - start) ? splat(NO_SCORE) : scores[half];
+      }
     }
     const float largest = std::max(scratch_.largest[row], largest_of(larger(scores[0], scores[1])));
     const F32x16 powers[2] = {exp_of(scores[0] - largest), exp_of(scores[1] - largest)};
@@ -234,25 +285,34 @@ class AttentionTile {
     return factor;
   }
 
-  template <int ROWS, int VECTORS>
-  void mix(const int64_t* rows, const float (&weights)[ROWS][TOKENS], const float (&factors)[ROWS], int64_t at) {
+  template <int ROWS, int VECTORS, bool IS_THERE>
+  void mix(const int64_t* rows, const T (&weights)[ROWS][TOKENS], const float (&factors)[ROWS], int64_t at) {
     F32x16 sums[ROWS][VECTORS];
     for (int i = 0; i < ROWS; ++i)
       for (int v = 0; v < VECTORS; ++v)
         sums[i][v] = load(&scratch_.mixed[rows[i] * width_ + at + v * LANES]) * factors[i];
-    for (int64_t token = 0; token < TOKENS; ++token) {
-      F32x16 values[VECTORS];
-      for (int v = 0; v < VECTORS; ++v) values[v] = load(&scratch_.values[token * width_ + at + v * LANES]);
+    for (int64_t token = 0; token < TOKENS; token += PER_UNIT<T>) {
+      Units values[VECTORS / 2];
+#pragma GCC unroll 2
+      for (int v = 0; v < VECTORS / 2; ++v)
+        values[v] = IS_THERE
+                        ? interleave(values_ + token, at + v * 2 * LANES)
+                        : load_bytes<Units>(&scratch_.values[token / PER_UNIT<T> * width_ + at + v * 2 * LANES]);
 #pragma GCC unroll 6
-      for (int i = 0; i < ROWS; ++i)
-        for (int v = 0; v < VECTORS; ++v) sums[i][v] = fma(splat(weights[i][token]), values[v], sums[i][v]);
+      for (int i = 0; i < ROWS; ++i) {
+        const U32x16 one = splat_bits(load_bytes<uint32_t>(&weights[i][token]));
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS / 2; ++v) {
+          sums[i][2 * v] = dot_units<T>(sums[i][2 * v], one, values[v].first);
+          sums[i][2 * v + 1] = dot_units<T>(sums[i][2 * v + 1], one, values[v].second);
+        }
+      }
     }
     for (int i = 0; i < ROWS; ++i)
       for (int v = 0; v < VECTORS; ++v) store(&scratch_.mixed[rows[i] * width_ + at + v * LANES], sums[i][v]);
   }
 
-  void write(int64_t row, T* output, int64_t output_stride) {
-    T* to = output + row / group_ * output_stride + (task_.kv_head * group_ + row % group_) * cache_.head_dim;
+  void write(int64_t row, T* to) {
     T last[LANES];
     for (int64_t at = 0; at < cache_.head_dim; at += LANES) {
       const F32x16 values = load(&scratch_.mixed[row * width_ + at]) / scratch_.sum[row];
@@ -264,10 +324,12 @@ class AttentionTile {
   const Cache& cache_;
   const AttentionSettings& settings_;
   AttentionScratch<T>& scratch_;
-  const int64_t width_, group_, num_rows_;
+  const int64_t width_, group_, num_rows_;  // rows of one KV head
   const AttentionTask task_;
   const int64_t* table_;
-  int64_t first_position_, first_visible_;
+  int64_t first_position_, last_position_, first_visible_;
+  bool takes_values_there_;
+  const T *keys_[TOKENS], *values_[TOKENS];  // of the tile's tokens
 };
 
 // `query`, `output`: [tokens, stride]. Of all threads together.
@@ -279,8 +341,10 @@ inline void attend(Team& team, const std::vector<AttentionTask>& tasks, const Ca
   team.share(tasks.size(), [&](int64_t number) {
     const AttentionTask& task = tasks[number];
     const int64_t row = of.first_rows[task.sequence] + task.first_query;
+    const size_t then = std::min<size_t>(number + team.size(), tasks.size() - 1);
+    const AttentionTile<T> next(cache, of, settings, tasks[then], scratch);
     AttentionTile<T>(cache, of, settings, task, scratch)
-        .run(query + row * query_stride, query_stride, output + row * output_stride, output_stride);
+        .run(query + row * query_stride, query_stride, output + row * output_stride, output_stride, next);
   });
 }
 

@@ -76,7 +76,7 @@ template <typename W, typename T>
 void run_layers(Team& team, const Decoder& decoder, const Step& step) {
   Buffers<W, T>& mine = buffers<W, T>();
   mine.resize(decoder, step.cache, step.num_tokens);
-  const std::vector<AttentionTask> tasks = attention_tasks(step.sequences, step.cache.num_kv_heads);
+  const std::vector<AttentionTask> tasks = attention_tasks(step.sequences, step.cache.num_kv_heads, team.size());
   const int64_t width = padded(decoder.hidden_size), count = step.num_tokens;
   team.run([&] {
     for (int64_t number = 0; number < decoder.num_layers; ++number) {
@@ -158,7 +158,7 @@ void kvferry_head(Team* team, const Decoder* decoder, const float* x, const int6
 // query, output: [tokens, num_heads, head_dim].
 void kvferry_attention(Team* team, int is_bfloat16, const Cache* cache, const Sequences* of,
                        const AttentionSettings* settings, const void* query, void* output) {
-  const std::vector<AttentionTask> tasks = attention_tasks(*of, cache->num_kv_heads);
+  const std::vector<AttentionTask> tasks = attention_tasks(*of, cache->num_kv_heads, team->size());
   const int64_t stride = settings->num_heads * cache->head_dim;
   team->run([&] {
     if (is_bfloat16)

@@ -23,6 +23,7 @@ constexpr int64_t GROUP = 32;  // inputs that share a scale
 template <typename W>  // 12 rows · 2 vectors are 24 sums, and leave 8 registers; codes have two kinds of sums
 constexpr int64_t MOST_ROWS = std::is_same_v<W, Int8> ? 6 : 12;
 constexpr int64_t ROWS_A_SHARE = 48;
+constexpr int ROWS_THAT_COMPUTE = 6;  // from so many on a product waits for sums, not for weights: time to ask for more
 
 struct Linear {
   const uint32_t* packed;
@@ -68,12 +69,17 @@ inline void finish(const Output<T>& out, int64_t row, int64_t tile, F32x16 first
   store(to + LANES, second);
 }
 
-// Sums of ROWS rows with a tile's weights: [rows][2 vectors].
+// Sums of ROWS rows with a tile's weights: [rows][2 vectors]. Meanwhile the weights of the tile `next` come near.
 template <typename W, int ROWS>
-inline void sum_rows(const Rows& rows, const Linear& linear, int64_t tile, int64_t row, F32x16 (&sums)[ROWS][2]) {
+inline void sum_rows(const Rows& rows, const Linear& linear, int64_t tile, int64_t next, int64_t row,
+                     F32x16 (&sums)[ROWS][2]) {
   const int64_t num_units = linear.num_inputs / PER_UNIT<W>;
-  const uint32_t* weights = linear.packed + tile * num_units * TILE;
+  const uint32_t *weights = linear.packed + tile * num_units * TILE, *coming = linear.packed + next * num_units * TILE;
   for (int64_t unit = 0; unit < num_units; ++unit) {
+    if constexpr (ROWS >= ROWS_THAT_COMPUTE) {
+      fetch_line(coming + unit * TILE);
+      fetch_line(coming + unit * TILE + LANES);
+    }
     const U32x16 first = load_bytes<U32x16>(weights + unit * TILE);
     const U32x16 second = load_bytes<U32x16>(weights + unit * TILE + LANES);
 #pragma GCC unroll 12
@@ -149,10 +155,11 @@ inline void sum_quantised(const Rows& rows, const Linear& linear, int64_t tile, 
 }
 
 template <typename W, typename T, After AFTER, int ROWS>
-inline void multiply_rows(const Rows& rows, const Linear& linear, int64_t tile, int64_t row, const Output<T>& out) {
+inline void multiply_rows(const Rows& rows, const Linear& linear, int64_t tile, int64_t next, int64_t row,
+                          const Output<T>& out) {
   F32x16 sums[ROWS][2] = {};
   if constexpr (std::is_same_v<W, Int8>) sum_quantised<ROWS>(rows, linear, tile, row, sums);
-  else sum_rows<W, ROWS>(rows, linear, tile, row, sums);
+  else sum_rows<W, ROWS>(rows, linear, tile, next, row, sums);
   const float* bias = linear.bias == nullptr ? nullptr : linear.bias + tile * TILE;
 #pragma GCC unroll 12
   for (int i = 0; i < ROWS; ++i) {
@@ -165,10 +172,10 @@ inline void multiply_rows(const Rows& rows, const Linear& linear, int64_t tile, 
 }
 
 template <typename W, typename T, After AFTER, int ROWS>
-inline void multiply_up_to(int64_t num_rows, const Rows& rows, const Linear& linear, int64_t tile, int64_t row,
-                           const Output<T>& out) {
-  if (num_rows == ROWS) return multiply_rows<W, T, AFTER, ROWS>(rows, linear, tile, row, out);
-  if constexpr (ROWS > 1) multiply_up_to<W, T, AFTER, ROWS - 1>(num_rows, rows, linear, tile, row, out);
+inline void multiply_up_to(int64_t num_rows, const Rows& rows, const Linear& linear, int64_t tile, int64_t next,
+                           int64_t row, const Output<T>& out) {
+  if (num_rows == ROWS) return multiply_rows<W, T, AFTER, ROWS>(rows, linear, tile, next, row, out);
+  if constexpr (ROWS > 1) multiply_up_to<W, T, AFTER, ROWS - 1>(num_rows, rows, linear, tile, next, row, out);
 }
 
 // out = rows · weightsᵀ + bias. Of all threads together.
@@ -178,11 +185,12 @@ inline void multiply(Team& team, const Rows& rows, int64_t num_rows, const Linea
   const int64_t num_parts = (num_rows + ROWS_A_SHARE - 1) / ROWS_A_SHARE;
   team.share(num_tiles * num_parts, [&](int64_t share) {
     const int64_t tile = share / num_parts, begin = share % num_parts * ROWS_A_SHARE;
+    const int64_t next = std::min(tile + team.size(), num_tiles - 1);
     const int64_t end = begin + ROWS_A_SHARE < num_rows ? begin + ROWS_A_SHARE : num_rows;
     const int64_t num_steps = (end - begin + MOST_ROWS<W> - 1) / MOST_ROWS<W>;
     for (int64_t step = 0; step < num_steps; ++step) {  // of nearly equal size
       const int64_t from = begin + (end - begin) * step / num_steps, to = begin + (end - begin) * (step + 1) / num_steps;
-      multiply_up_to<W, T, AFTER, MOST_ROWS<W>>(to - from, rows, linear, tile, from, out);
+      multiply_up_to<W, T, AFTER, MOST_ROWS<W>>(to - from, rows, linear, tile, next, from, out);
     }
   });
 }

@@ -44,6 +44,14 @@ struct Rotation {
 template <typename T>
 inline void rotate(const float* from, const float* cosines, const float* sines, int64_t head_dim, T* to) {
   const int64_t half = head_dim / 2;
+  if (half % LANES == 0) {
+    for (int64_t at = 0; at < half; at += LANES) {
+      const F32x16 first = load(from + at), second = load(from + half + at);
+      store(to + at, first * load(cosines + at) + -second * load(sines + at));
+      store(to + half + at, second * load(cosines + half + at) + first * load(sines + half + at));
+    }
+    return;
+  }
   float turned[LANES];
   for (int64_t at = 0; at < head_dim; at += LANES) {
     const int64_t count = std::min(LANES, head_dim - at);

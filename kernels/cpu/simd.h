@@ -50,6 +50,16 @@ inline V load_bytes(const void* from) {
   return value;
 }
 
+// Asks for a line of memory, to lie in the second cache when it is needed. GCC takes a function that does nothing but
+// __builtin_prefetch for one that does nothing.
+inline void fetch_line(const void* at) {
+#if defined(__x86_64__)
+  asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(at)));
+#else
+  __builtin_prefetch(at, 0, 2);
+#endif
+}
+
 inline F32x16 splat(float value) { return F32x16{} + value; }
 inline U32x16 splat_bits(uint32_t value) { return U32x16{} + value; }
 
@@ -78,10 +88,14 @@ inline F32x16 load(const Half* from) {
 inline void store(float* to, F32x16 value) { std::memcpy(to, &value, sizeof value); }
 // Rounds to nearest, ties to even; a NaN stays one.
 inline void store(Bf16* to, F32x16 value) {
+#if defined(__AVX512BF16__)
+  const __m256bh halves = _mm512_cvtneps_pbh((__m512)value);  // less than a normal number becomes 0
+#else
   const U32x16 bits = bits_of<U32x16>(value);
   const U32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const U32x16 is_nan = bits_of<U32x16>(value != value);
   const U16x16 halves = __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7fc0u), U16x16);
+#endif
   std::memcpy(to, &halves, sizeof halves);
 }
 
@@ -131,6 +145,28 @@ inline F32x16 dot_units<Bf16>(F32x16 sum, U32x16 a, U32x16 b) {
 #else
   sum = fma(bits_of<F32x16>(a << 16), bits_of<F32x16>(b << 16), sum);
   return fma(bits_of<F32x16>(a & 0xffff0000u), bits_of<F32x16>(b & 0xffff0000u), sum);
+#endif
+}
+
+// 32 units of neighbouring rows, `PER_UNIT` of them, from 32 values of each.
+struct Units {
+  U32x16 first, second;
+};
+inline Units interleave(const float* const* rows, int64_t at) {
+  return {load_bytes<U32x16>(rows[0] + at), load_bytes<U32x16>(rows[0] + at + LANES)};
+}
+inline Units interleave(const Bf16* const* rows, int64_t at) {
+#if defined(__AVX512BW__)
+  alignas(64) static constexpr uint16_t FIRST[32] = {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39,
+                                                     8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  const __m512i upper = _mm512_loadu_si512(rows[0] + at), lower = _mm512_loadu_si512(rows[1] + at);
+  const __m512i first = _mm512_load_si512(FIRST), second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
+  return {(U32x16)_mm512_permutex2var_epi16(upper, first, lower), (U32x16)_mm512_permutex2var_epi16(upper, second, lower)};
+#else
+  const auto wide = [&](int row, int64_t from) {
+    return __builtin_convertvector(load_bytes<U16x16>(rows[row] + from), U32x16);
+  };
+  return {wide(0, at) | (wide(1, at) << 16), wide(0, at + LANES) | (wide(1, at + LANES) << 16)};
 #endif
 }
 

@@ -25,6 +25,8 @@ class Team {
     for (std::thread& thread : threads_) thread.join();
   }
 
+  int size() const { return size_; }
+
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
 

@@ -32,7 +32,8 @@ PROGRESS_TIMEOUT_S = 1.0
 RETRY_BUDGET = 1.0
 """Failures follow each other faster than a budget of a tenth refills, each at up to all requests in flight."""
 NUM_TOKENS = 60
-SAMPLE_FAILURES, SOAK_FAILURES = 3, 30
+SAMPLE_FAILURES, SOAK_FAILURES = 2, 30
+"""The sample takes a worker of each role."""
 
 Report = Callable[[str], None]
 Fail = Callable[[ChaosCluster, Member], Awaitable[None]]

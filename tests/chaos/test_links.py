@@ -95,8 +95,8 @@ async def slow(scene: Scene) -> None:
 
 
 Trouble = Callable[[Scene], Awaitable[None]]
-SAMPLE: tuple[Trouble, ...] = (cut, half_open, parted, late, slow)
-ALL: tuple[Trouble, ...] = (*SAMPLE, cut_and_refuse, one_way, far_too_late)
+SAMPLE: tuple[Trouble, ...] = (cut, half_open, parted)
+ALL: tuple[Trouble, ...] = (*SAMPLE, late, slow, cut_and_refuse, one_way, far_too_late)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,10 @@ pytestmark = [pytest.mark.processes, pytest.mark.chaos]
 
 PROGRESS_TIMEOUT_S = 2.0
 """Above what a busy machine of two cores is ever late by."""
-STOPPED_S = 4 * PROGRESS_TIMEOUT_S
+STOPPED_S = 3 * PROGRESS_TIMEOUT_S
 """Long enough for every stream to leave, and for one that then tries whether it is back."""
 NUM_TOKENS = 100
-SAMPLE_STOPS, SOAK_STOPS = 2, 30
+SAMPLE_STOPS, SOAK_STOPS = 1, 30
 
 Report = Callable[[str], None]
 

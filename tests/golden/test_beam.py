@@ -103,11 +103,23 @@ def tiny_cases() -> list[BeamCase]:
     ]
 
 
+def sample_of(cases: list[BeamCase]) -> list[BeamCase]:
+    """Half of each prompt's, and of the next prompt the other half."""
+    num_of_prompt = len(WIDTHS) * len(PENALTIES)
+    return [case for number, case in enumerate(cases) if (number // num_of_prompt + number) % 2 == 0]
+
+
+@pytest.fixture(scope="module", params=["sample", pytest.param("whole", marks=pytest.mark.sweep)])
+def cases(request: pytest.FixtureRequest) -> list[BeamCase]:
+    whole = tiny_cases()
+    return whole if request.param == "whole" else sample_of(whole)
+
+
 @pytest.fixture(scope="module", params=["llama", "mistral", "gemma2"])
-def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cases: list[BeamCase]) -> Reference:
     folder = save_tiny_model(tmp_path_factory.mktemp("model") / request.param, request.param)
     reference = open_reference(folder)
-    reference.add(tiny_cases())
+    reference.add(cases)
     return reference
 
 

@@ -98,8 +98,11 @@ def _check_resumed(folder: Path, prompts: list[list[int]], alone: list[list[int]
         assert tokens == whole[given:]
 
 
-def test_tokens_are_the_same_in_every_company(folder: Path) -> None:
-    check(folder, random_prompts(LENGTHS, VOCAB_SIZE), 24, num_preempted_blocks=24)
+@pytest.mark.parametrize(
+    ("num_tokens", "num_preempted_blocks"), [(12, 16), pytest.param(24, 24, marks=pytest.mark.sweep)]
+)
+def test_tokens_are_the_same_in_every_company(folder: Path, num_tokens: int, num_preempted_blocks: int) -> None:
+    check(folder, random_prompts(LENGTHS, VOCAB_SIZE), num_tokens, num_preempted_blocks)
 
 
 @pytest.mark.sweep

@@ -114,6 +114,6 @@ def test_sample_of_tiny_models(tmp_path: Path, architecture: str, mode: str) -> 
 @pytest.mark.timeout(600)  # the model is large for a machine that has other work
 @pytest.mark.parametrize("mode", ["split"])
 def test_sample_of_smollm2(smollm2_folder: Path, mode: str) -> None:
-    lengths = [1, 16, 17, 100]
+    lengths = [1, 17, 100]
     config = parity_config(smollm2_folder, block_size=16, chunk_tokens=64, num_threads=2)
-    judge(mode, config, Reference(smollm2_folder), lengths, 40_000, lambda line: None, num_tokens=10)
+    judge(mode, config, Reference(smollm2_folder), lengths, 40_000, lambda line: None, num_tokens=6)

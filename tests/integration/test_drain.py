@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
@@ -22,9 +20,11 @@ from kvferry.errors import FailedPrecondition, InvalidArgument, NotFound, Permis
 from kvferry.telemetry import Metrics, start_telemetry
 from router.app import RouterApp
 from router.worker import MemberState, Worker
+from tests.support.commands import plain_environment
 from tests.support.deployment import Deployment, chat_folder, deployment_config, running_deployment
 from tests.support.drains import Request, progress_of
-from tests.support.worker_processes import ROOT, WorkerProcess, worker_process
+from tests.support.forks import fork_server
+from tests.support.worker_processes import WorkerProcess, exit_code, worker_process
 from tests.support.workers import until
 
 PROMPT = list(range(20, 100))
@@ -101,11 +101,12 @@ def _all_ready(router: RouterApp) -> bool:
 
 
 async def drain_command(fleet: Fleet, *arguments: str) -> tuple[int, list[str]]:
-    """Exit code and lines of `kvferry drain`; not by uvloop, which forks, and gRPC's threads here do not bear that."""
-    command = [sys.executable, "-m", "kvferry.cli.app", "drain", *arguments, "--router", fleet.router.address]
-    run = partial(subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
-    done = await asyncio.to_thread(run)
-    return done.returncode, done.stderr.splitlines()
+    """Exit code and lines of `kvferry drain`."""
+    command = ["kvferry.cli.app", "drain", *arguments, "--router", fleet.router.address]
+    with TemporaryFile() as stderr, closing(fork_server().start(command, plain_environment(), stderr)) as process:
+        code = await exit_code(process, COMMAND_TIMEOUT_S)
+        stderr.seek(0)
+        return code, stderr.read().decode().splitlines()
 
 
 PHASES: dict[str, Callable[[Fleet, Request], bool]] = {

@@ -527,7 +527,7 @@ async def test_health_is_answered_while_long_prompts_are_shipped(tmp_path: Path)
         await pair.check_idle()
 
 
-@pytest.mark.parametrize("num_requests", [100, pytest.param(600, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("num_requests", [50, pytest.param(600, marks=pytest.mark.soak)])
 async def test_many_requests_leave_nothing_behind(tmp_path: Path, num_requests: int) -> None:
     """R117: no task, no mailbox, no sequence, no entry of any table, and no memory, after each of three times as many
     requests."""

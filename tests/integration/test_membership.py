@@ -33,7 +33,7 @@ from proto.kvferry.v1 import inference_pb2, membership_pb2, membership_pb2_grpc
 from router.app import RouterApp
 from router.worker import MemberState, Role
 from tests.support.deployment import chat_folder, deployment_config
-from tests.support.worker_processes import ROOT
+from tests.support.forks import ROOT
 from tests.support.workers import assert_idle, running_worker, until
 
 KEY = "a-key-to-join-with"

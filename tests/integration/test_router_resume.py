@@ -23,7 +23,9 @@ from tests.support.workers import until
 
 NUM_STREAMS = 8
 NUM_TOKENS = 60
-KILLS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGKILL)
+KILLS = (signal.SIGKILL, signal.SIGTERM)
+"""Of one router after the other."""
+SOAK_KILLS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGKILL) * 3
 REQUEST_TIMEOUT_S = 60.0
 
 pytestmark = pytest.mark.processes
@@ -54,7 +56,10 @@ async def all_advance(num_tokens: Sequence[int]) -> None:
 
 
 @pytest.mark.timeout(300)
-async def test_killed_routers_change_no_stream(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kills", [KILLS, pytest.param(SOAK_KILLS, marks=pytest.mark.soak)], ids=["sample", "soak"])
+async def test_killed_routers_change_no_stream(
+    tmp_path: Path, kills: Sequence[signal.Signals], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, logger="kvferry.client_resume")
     async with routed(tmp_path) as deployment, AsyncClient([r.address for r in deployment.routers]) as client:
         golden = [
@@ -80,7 +85,7 @@ async def test_killed_routers_change_no_stream(tmp_path: Path, caplog: pytest.Lo
 
         async with asyncio.TaskGroup() as group:
             streams = [group.create_task(stream(number)) for number in range(NUM_STREAMS)]
-            for number, kill in enumerate(KILLS):
+            for number, kill in enumerate(kills):
                 await all_advance(num_tokens)
                 router = deployment.routers[number % 2]
                 await router.end(kill)
@@ -89,7 +94,7 @@ async def test_killed_routers_change_no_stream(tmp_path: Path, caplog: pytest.Lo
         assert all(task.result() > 0 for task in streams)
         await until(lambda: all(watch.is_idle for watch in deployment.watches))
     resumed = [record for record in caplog.records if record.message == "response_resumed"]
-    assert len(resumed) >= len(KILLS)
+    assert len(resumed) >= len(kills)
     assert all(vars(record)["fields"]["pause_s"] < REQUEST_TIMEOUT_S for record in resumed)
 
 

@@ -21,7 +21,7 @@ from kvferry.client import AsyncClient, GenerateOptions
 from kvferry.errors import KvferryError
 from kvferry.rpc import Liveness, RpcChannel, ask_liveness
 from tests.support.deployment import chat_folder
-from tests.support.worker_processes import ROOT
+from tests.support.forks import ROOT
 from tests.support.workers import PairCaller, make_spec, running_worker, scripted_config, scripted_folder, until
 
 TOKEN_DELAY_S = 0.1

@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.commands import ROOT, plain_environment
+from tests.support.commands import plain_environment
+from tests.support.forks import ROOT
 
 EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 KVFERRY = [sys.executable, "-m", "kvferry.cli.app"]

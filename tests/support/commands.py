@@ -10,6 +10,7 @@ start (the locale).
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import socket
@@ -21,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
 
-ROOT = Path(__file__).parents[2]
+from tests.support.forks import ROOT, exit_code_of
+
 STREAMS = ("stdin", "stdout", "stderr")
 
 
@@ -110,13 +112,17 @@ def _become(request: dict[str, Any]) -> None:
 
 
 def _serve(descriptor: int) -> None:
-    from kvferry.cli.app import main  # what the children need not load
+    import typer.rich_utils  # noqa: F401 - what the children need not load
 
+    from kvferry.cli.app import main
+
+    gc.collect()
+    gc.freeze()
     with socket.socket(fileno=descriptor) as channel, channel.makefile("rw") as lines:
         request = _next_command(lines)
     if request is not None:
         _become(request)
-        main()
+        os._exit(exit_code_of(main))
 
 
 if __name__ == "__main__":

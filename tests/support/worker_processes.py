@@ -6,21 +6,19 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.config import Config, child_environment, to_toml
 from kvferry.rpc import RpcChannel
 from proto.kvferry.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.forks import ForkedProcess, fork_server
 from tests.support.workers import until
 
 START_TIMEOUT_S = 60.0
 """Several processes may load torch at once, on a machine that others use too."""
-ROOT = Path(__file__).parents[2]
 WATCH_TIMEOUT_S = 0.15
 """Progress timeout of a watcher; a status comes three times as often."""
 
@@ -34,7 +32,7 @@ class WorkerProcess:
         log: what it wrote to standard error.
     """
 
-    process: subprocess.Popen[bytes]
+    process: ForkedProcess
     address: str
     log: Path
 
@@ -47,7 +45,7 @@ class WorkerProcess:
         return await exit_code(self.process)
 
 
-async def exit_code(process: subprocess.Popen[bytes], timeout_s: float = 10.0) -> int:
+async def exit_code(process: ForkedProcess, timeout_s: float = 10.0) -> int:
     await until(lambda: process.poll() is not None, timeout_s)
     assert process.returncode is not None
     return process.returncode
@@ -59,7 +57,6 @@ async def worker_process(
 ) -> AsyncIterator[WorkerProcess]:
     """`python -m *module`, ready, for the length of the block. `folder` takes its files."""
     with started(folder, config, *module, "--listen", listen) as (process, log):
-        assert process.stdout is not None
         async with asyncio.timeout(START_TIMEOUT_S):
             line = await asyncio.to_thread(process.stdout.readline)
         assert line, f"the worker ended before it was ready: {log.read_text()}"
@@ -67,21 +64,14 @@ async def worker_process(
 
 
 @contextmanager
-def started(folder: Path, config: Config, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+def started(folder: Path, config: Config, *arguments: str) -> Iterator[tuple[ForkedProcess, Path]]:
     """`python -m *arguments --config …` and its log; killed by its id at the end of the block if it still lives."""
     name = f"{arguments[0]}-{len(list(folder.glob('*.log')))}"
     config_file, log = folder / f"{name}.toml", folder / f"{name}.log"
     config_file.write_text(to_toml(config))
-    command = [sys.executable, "-m", *arguments, "--config", str(config_file), "--worker-id", name]
-    with (
-        log.open("wb") as stderr,
-        subprocess.Popen(command, cwd=ROOT, env=child_environment(1), stdout=subprocess.PIPE, stderr=stderr) as process,
-    ):
-        try:
-            yield process, log
-        finally:
-            if process.poll() is None:
-                process.kill()
+    command = [*arguments, "--config", str(config_file), "--worker-id", name]
+    with log.open("wb") as stderr, closing(fork_server().start(command, child_environment(1), stderr)) as process:
+        yield process, log
 
 
 class Watch:

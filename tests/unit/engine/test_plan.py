@@ -119,12 +119,12 @@ class Meter:
 @pytest.mark.parametrize(
     ("lengths", "memory_bytes", "max_batched_tokens"),
     [
-        ([(1000, 8000), (500, 4000), (2000, 6000)], 40 << 30, 512),
-        ([(20, 200_000)], 100 << 30, 512),
+        pytest.param([(1000, 8000), (500, 4000), (2000, 6000)], 40 << 30, 512, marks=pytest.mark.sweep),
+        pytest.param([(20, 200_000)], 100 << 30, 512, marks=pytest.mark.sweep),
         ([(1, 1)], 1 << 50, 512),
         ([(MILLION, MILLION)], 1 << 50, 512),
         ([(MILLION, 20)], 1 << 50, 1),
-        ([(1, 8000)], 4 << 30, 512),
+        pytest.param([(1, 8000)], 4 << 30, 512, marks=pytest.mark.sweep),
         ([(1, 1)] * 99 + [(20, 200_000)], 100 << 30, 512),
     ],
 )

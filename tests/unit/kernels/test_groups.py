@@ -20,7 +20,8 @@ from kernels.reference import linear_of_codes
 from kvferry.config import Config
 
 QUANTISED = (Kind.Q4_0, Kind.Q4_1, Kind.Q8_0)
-PORTABLE = (("-march=x86-64",), ("-march=x86-64-v3",), ("-march=x86-64-v4",))
+PORTABLE = (("-march=x86-64-v3",), ("-march=x86-64-v4",))
+"""AVX2, and AVX-512 without products of bytes. Compilers need minutes for processors with less."""
 
 
 def kernels(num_threads: int = 1) -> NativeKernels:

@@ -147,12 +147,13 @@ def test_slots_of_others_cannot_spoil_a_row(attend: Attend, fill: float, window:
     torch.testing.assert_close(ours.double(), expected(sequences, 0.25, window, None), rtol=1e-5, atol=1e-5)
 
 
-def test_bfloat16_is_computed_in_float32(attend: Attend) -> None:
+def test_bfloat16_is_summed_in_float32(attend: Attend) -> None:
+    """What is added up is float32; weights are rounded to bfloat16 before they meet values, and so is the output."""
     sequences = make_sequences(MIXED_QUERIES, MIXED_CONTEXTS, 4, 2, 64, torch.bfloat16)
     ours = paged(attend, sequences, 16, 0.125, None, None, fill=0.0)
     assert ours.dtype == torch.bfloat16
     right = expected(sequences, 0.125, None, None)
-    torch.testing.assert_close(ours.double(), right, rtol=2**-7, atol=1e-3)  # half a unit in the last place of bf16
+    torch.testing.assert_close(ours.double(), right, rtol=2**-7, atol=2e-3)
 
 
 def test_long_chunks_are_computed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

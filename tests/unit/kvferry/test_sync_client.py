@@ -20,8 +20,9 @@ from kvferry.client import AsyncClient, ChatMessage, GenerateOptions
 from kvferry.errors import Cancelled, DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
 from kvferry.sync_client import Client
 from proto.kvferry.v1 import inference_pb2 as pb
-from tests.support.commands import ROOT, plain_environment
+from tests.support.commands import plain_environment
 from tests.support.fake_router import TEXT, FakeRouter, events, start_fake_router
+from tests.support.forks import ROOT
 from tests.support.workers import until
 
 OPTIONS = GenerateOptions(prompt="x", max_tokens=5)
