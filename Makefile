@@ -5,6 +5,7 @@
 #   make sweep | soak   the long ones      make bench   measurements
 #   make simulate SEEDS=10000   simulated clusters, each from a seed
 #   make protos         generate stubs     make lock    resolve requirements.lock anew
+#   make bench PEERS=VLLM_DIR,OPENVINO_DIR   engines beside vLLM and OpenVINO, in turn; docs/benchmarks.md is written
 #   make bench ARGS=paper   the paper's tables, simulated over the real block manager and scheduler
 # PYTHON chooses the interpreter (3.11 or later) the environment is made with; ARGS is passed on to kvferry or pytest.
 
@@ -43,7 +44,7 @@ soak: setup model
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m soak --timeout 7200 $(ARGS)
 
 bench: setup model
-	$(BIN)/python -m bench $(ARGS)
+	$(BIN)/python -m bench $(if $(PEERS),engine --peers $(PEERS) --page docs/benchmarks.md --out docs/plots $(ARGS),$(or $(ARGS),engine))
 
 format: setup
 	$(BIN)/ruff check --fix .

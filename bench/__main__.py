@@ -2,7 +2,7 @@
 
 python -m bench                   # all but the simulated ones, three quarters of an hour
 python -m bench serve --json -    # one, as JSON on standard output
-python -m bench transfer --help   # transfer, handoff, receive, moves and paper have options of their own
+python -m bench transfer --help   # engine, speculation, split, transfer, handoff, receive, moves, paper have options
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from bench import engine, handoff, moves, paper, receive, transfer
+from bench import engine, handoff, moves, paper, receive, speculation, split, transfer
 from bench.environment import describe
 from bench.events import run_events
 from bench.memory import run_memory
@@ -37,6 +37,8 @@ WITH_OPTIONS = {
     "receive": receive.main,
     "moves": moves.main,
     "engine": engine.main,
+    "speculation": speculation.main,
+    "split": split.main,
     "paper": paper.main,
 }
 
@@ -51,7 +53,10 @@ def main() -> None:
         epilog="example: python -m bench serve --json out.json",
     )
     parser.add_argument(
-        "bench", nargs="?", choices=[*BENCHES, "engine", "paper"], help="which one; default: all but the last two"
+        "bench",
+        nargs="?",
+        choices=[*BENCHES, "engine", "speculation", "split", "paper"],
+        help="which one; default: all but the last four",
     )
     parser.add_argument("--json", metavar="FILE", help="write the figures there; - for standard output")
     options = parser.parse_args()

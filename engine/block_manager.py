@@ -245,6 +245,28 @@ class BlockManager:
             self.pool.free([source])
         return True
 
+    def extend(self, sequence: Sequence, num_tokens: int) -> int:
+        """Room behind the last known token, to which `prepare_write` gave its own, for a draft of `num_tokens` tokens.
+
+        Returns for how many of them there is. `truncate` gives back what it does not need in the end.
+        """
+        num_missing = self.num_blocks_for(sequence.num_tokens + num_tokens) - len(sequence.block_table)
+        while num_missing > 0:
+            spare = self.num_watermark_blocks
+            if self.pool.room(num_missing, spare=spare, tenant=sequence.tenant) is Room.ENOUGH:
+                new = self.pool.allocate(num_missing, sequence.tenant)
+                assert new is not None, "room was checked before"
+                sequence.block_table += new
+                break
+            num_missing -= 1
+        return min(num_tokens, len(sequence.block_table) * self.block_size - sequence.num_tokens)
+
+    def truncate(self, sequence: Sequence) -> None:
+        """Gives back the blocks behind the computed tokens, the deepest first: what a draft took and got wrong."""
+        first = self.num_blocks_for(sequence.num_computed_tokens)
+        self.pool.free(reversed(sequence.block_table[first:]))
+        del sequence.block_table[first:]
+
     def is_over_quota(self, sequence: Sequence, num_blocks: int = 1) -> bool:
         """Whether it is the tenant's quota that denies `sequence` so many blocks, not the pool."""
         return self.pool.room(num_blocks, tenant=sequence.tenant) is Room.OVER_QUOTA

@@ -56,7 +56,9 @@ class Constraint:
         return self._matcher.is_accepting()
 
     def _allowed(self, output: Sequence[int], vocab_size: int) -> npt.NDArray[np.bool_]:
-        assert self._num_read <= len(output), "the output has become shorter"
+        if self._num_read > len(output):  # a step that failed is run again, and had come further by a draft
+            self._matcher.rollback(self._num_read - len(output))
+            self._num_read = len(output)
         new = list(output[self._num_read :])
         if new and not self._matcher.consume_tokens(new):
             raise OutputRefused(f"the grammar leads no further: {reason_of(self._matcher)}")

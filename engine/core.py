@@ -50,6 +50,7 @@ from engine.preemption import RECOMPUTE, PreemptionPolicy
 from engine.runner import Runner
 from engine.scheduler import Preempted, ScheduledChunk, Scheduler
 from engine.sequence import Sequence, SequenceStatus
+from engine.speculation import NO_SPECULATION, SpeculationPolicy, Speculator
 from engine.swap_space import SwapSpace
 from kvferry.block_digest import block_digest
 from kvferry.block_hash import hash_root
@@ -73,6 +74,7 @@ class EngineLimits:
         prefix_caching: whether full blocks are published and looked up.
         num_swap_blocks: size of the host pool for swapped sequences; 0: none.
         preemption: recompute or swap.
+        speculation: whether sequences speculate.
         quotas: blocks by tenant.
         digests: every full block gets a digest when it fills, for a worker that ships; hits are compared with theirs.
         check_integrity: check the books whenever nothing is left to run; a fault is logged and counted, no more.
@@ -85,6 +87,7 @@ class EngineLimits:
     prefix_caching: bool = True
     num_swap_blocks: int = 0
     preemption: PreemptionPolicy = RECOMPUTE
+    speculation: SpeculationPolicy = NO_SPECULATION
     quotas: Mapping[str, BlockQuota] = field(default_factory=dict)
     digests: bool = False
     check_integrity: bool = False
@@ -108,6 +111,7 @@ class EngineCore:
             window=runner.window,
             is_sound=self._is_sound,
         )
+        self.speculator = None if limits.speculation.mode == "none" else Speculator(limits.speculation)
         self.scheduler = Scheduler(
             self.block_manager,
             max_batched_tokens=limits.max_batched_tokens,
@@ -115,6 +119,7 @@ class EngineCore:
             max_chunk_tokens=limits.max_chunk_tokens or limits.max_batched_tokens,
             preemption=limits.preemption,
             counters=self.memory,
+            speculator=self.speculator,
         )
         self._attempts = Attempts(self.scheduler, self.block_manager)
         self._told_early: set[str] = set()  # sequences whose chunk of the present step is told already
@@ -284,8 +289,7 @@ class EngineCore:
         outputs += self._started(schedule.admitted, start_ns)
         self._move_blocks()
         if schedule.chunks:
-            num_tokens = sum(chunk.num_tokens for chunk in schedule.chunks)
-            self.step_log.begin(self.num_steps + 1, start_ns, len(schedule.chunks), num_tokens)
+            self.step_log.begin(self.num_steps + 1, start_ns, len(schedule.chunks), schedule.num_tokens)
             on_kv_written = None
             if tell is not None and self._makes_digests:
                 on_kv_written = partial(self._tell_early, schedule.chunks, outputs, start_ns, tell)
@@ -406,11 +410,12 @@ class EngineCore:
             )
         return SequenceSlice(
             seq_id=sequence.seq_id,
-            token_ids=sequence.token_ids[start:end],
+            token_ids=[*sequence.token_ids[start:end], *chunk.draft],
             start=start,
             block_table=sequence.block_table,
             sample=sample,
             score=_score_request(sequence, start, end),
+            num_draft_tokens=len(chunk.draft),
         )
 
     def _search_of(self, sequence: Sequence) -> BeamSearch:
@@ -429,6 +434,8 @@ class EngineCore:
         outputs: list[Output] = []
         is_prefill = sequence.num_computed_tokens < sequence.num_given_tokens
         sequence.num_computed_tokens += chunk.num_tokens
+        if self.speculator is not None and result is not None and result.token_id is not None:
+            outputs += self._accept(self.speculator, chunk, result, end_ns)
         if self._makes_digests:
             self._digest(sequence, sequence.num_computed_tokens)
         self.block_manager.publish(sequence)
@@ -446,9 +453,7 @@ class EngineCore:
             return outputs
         if sequence.beam is not None:
             return outputs + self._found(sequence, result.candidates, end_ns)
-        assert result.token_id is not None
-        tokens = [SampledToken(result.token_id, result.logprob), *result.others]
-        return outputs + self._sampled(sequence, tokens, end_ns)
+        return outputs + self._sampled(sequence, [_run_of(result)[-1], *result.others], end_ns)
 
     def _is_sound(self, block_id: int) -> bool:
         """Whether a cached block is as it was when it filled; without a digest nobody can know."""
@@ -469,6 +474,23 @@ class EngineCore:
             if self.pool.digest(block_id) is None:
                 self.pool.set_digest(block_id, block_digest(self.runner.block_view(block_id)))
         sequence.num_digested_blocks = num_full
+
+    def _accept(self, speculator: Speculator, chunk: ScheduledChunk, result: Sampled, at_ns: int) -> list[Output]:
+        """Takes the tokens of a draft that were sampled so: their KV is computed; that of the others is given up.
+
+        The last token of the run is left, which has no KV yet, as if it had been sampled alone.
+        """
+        sequence, outputs = chunk.sequence, list[Output]()
+        *accepted, last = _run_of(result)
+        for token in accepted:
+            outputs += token_outputs(sequence, [token], at_ns)
+            sequence.token_ids.append(token.token_id)
+        sequence.num_computed_tokens += len(accepted)
+        self._num_sampled_tokens += len(accepted)
+        speculator.observe(sequence, chunk.draft, [one.token_id for one in (*accepted, last)])
+        if chunk.draft:
+            self.block_manager.truncate(sequence)
+        return outputs
 
     def _sampled(self, sequence: Sequence, tokens: list[SampledToken], at_ns: int) -> list[Output]:
         """Takes a token a choice: a prefill worker holds the blocks, others fork and go on."""
@@ -547,11 +569,18 @@ class EngineCore:
             num_unsound_hits=self.block_manager.num_unsound_hits,
             max_running=self.scheduler.max_running,
             memory=self.memory,
+            **({} if self.speculator is None else self.speculator.counts()),
         )
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block is accounted for."""
         self.block_manager.check_integrity(self.sequences.values())
+
+
+def _run_of(result: Sampled) -> list[SampledToken]:
+    """The tokens of the first choice in a row: one, and one more for each right token of a draft."""
+    assert result.token_id is not None
+    return [SampledToken(result.token_id, result.logprob), *result.further]
 
 
 def _score_request(sequence: Sequence, start: int, end: int) -> ScoreRequest | None:

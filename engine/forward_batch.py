@@ -62,11 +62,12 @@ class SequenceSlice:
 
     Attributes:
         seq_id: label for messages.
-        token_ids: the tokens to compute, at least one.
+        token_ids: the tokens to compute, at least one; the draft last.
         start: absolute position of `token_ids[0]`, which is the number of tokens already in the sequence's blocks.
         block_table: block ids that cover `start + len(token_ids)` tokens.
         sample: None for a chunk that does not reach the end of the known tokens.
         score: prompt tokens whose log-probabilities are wanted.
+        num_draft_tokens: how many of the tokens are a draft (`engine/speculation.py`), which is verified.
     """
 
     seq_id: str
@@ -75,11 +76,17 @@ class SequenceSlice:
     block_table: Sequence[int]
     sample: SampleRequest | None
     score: ScoreRequest | None = None
+    num_draft_tokens: int = 0
 
     @property
     def context_length(self) -> int:
         """Tokens in the sequence's blocks once this slice has been computed."""
         return self.start + len(self.token_ids)
+
+    @property
+    def draft(self) -> Sequence[int]:
+        """Tokens that are not known to be the sequence's yet."""
+        return self.token_ids[len(self.token_ids) - self.num_draft_tokens :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +121,7 @@ class Sampled:
         is_final: the error would come again on any worker.
         logprob: of `token_id`, where `sampling.logprobs` asks for it.
         others: tokens of the further choices, in order.
+        further: tokens after `token_id`, one for each token of the draft that was what was sampled there.
         candidates: most likely tokens, best first, lower ids first among equals.
         prompt_logprobs: one for each token of `SequenceSlice.score`.
     """
@@ -125,6 +133,7 @@ class Sampled:
     candidates: tuple[Candidate, ...] = ()
     is_final: bool = False
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    further: tuple[SampledToken, ...] = ()
 
     def joined(self, sampled: Sampled | None) -> Sampled:
         """These log-probabilities beside what was sampled from the same slice; an error of either is both's."""

@@ -1,4 +1,4 @@
-"""Models of Llama's family without transformers' layers: the embedding, then one native call for all layers.
+"""Models of Llama's family, Gemma 3 too, without their layers in transformers: the embedding, then one native call.
 
     `lean_decoder(model, …)` packs the weights ─► `LeanDecoder.logits(batch, rows)`
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.packed_weights import kept_weights
 from engine.paged_attention import AttentionCall, PagedBatch
@@ -35,12 +35,13 @@ from kernels.groups import GROUP, NIBBLES, SAMPLE_ROWS, exact_groups
 
 logger = logging.getLogger(__name__)
 
-MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+GEMMA = "gemma3_text"
+MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", GEMMA})
 CODES = frozenset({torch.int8, NIBBLES})
 """Types of weights that are codes with scales."""
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Something on the right device and positions `[1, T]` → cosines and sines, `[1, T, D]` both."""
+"""Something on the right device and positions `[1, T]` → cosines and sines, `[R, T, D]` both, R kinds of rotation."""
 
 
 class LeanDecoder:
@@ -58,11 +59,11 @@ class LeanDecoder:
         """Float32 logits `[len(rows), vocab_size]` of the flattened rows `rows`."""
         assert batch.cache is not None
         x = self._embed(batch.input_ids[0]).float()  # [T, H]
-        cosines, sines = self._rotary(x[None], batch.position_ids)  # [1, T, D]
+        cosines, sines = self._rotary(x[None], batch.position_ids)  # [R, T, D]
         x = self._decoder.layers(
             x,
-            cosines[0].contiguous(),
-            sines[0].contiguous(),
+            cosines.contiguous(),
+            sines.contiguous(),
             batch.cache,
             batch.slot_mapping,
             batch.block_tables,
@@ -101,15 +102,17 @@ def lean_decoder(
         epsilon=config.rms_norm_eps,
         scaling=inner.layers[0].self_attn.scaling,
         windows=tuple(call.sliding_window for call in calls),
+        rotations=tuple(map(sorted(set(_layer_types(config))).index, _layer_types(config))),
+        is_gelu=config.model_type == GEMMA,
     )
     weights = kept_weights(
-        packed_file, lambda: pack_decoder(map(_weights, inner.layers), inner.norm.weight, head, weights_dtype)
+        packed_file, lambda: pack_decoder(map(_weights, inner.layers), _norm(inner.norm), head, weights_dtype)
     )
     if weights_dtype == NIBBLES:
         _take_rounded(model, weights)
     decoder = NativeDecoder(kernels, shape, weights, dtype)
     embed = _embedding(model, decoder, dtype, weights_dtype)
-    return LeanDecoder(embed, inner.rotary_emb, decoder, len(rounded_linears(weights)))
+    return LeanDecoder(embed, _rotary(model), decoder, len(rounded_linears(weights)))
 
 
 def is_made_of_codes(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> bool:
@@ -155,25 +158,64 @@ def _embedding(
     model: PreTrainedModel, decoder: NativeDecoder, dtype: torch.dtype, weights_dtype: torch.dtype
 ) -> Callable[[Tensor], Tensor]:
     """The model's own in `dtype`, or in NIBBLES the output layer's packed weights, where they are the same."""
-    embedding: Tensor = _untyped(model.model).embed_tokens.weight
+    module = _untyped(model.model).embed_tokens
+    embedding: Tensor = module.weight
     if weights_dtype == NIBBLES and embedding is _untyped(model.lm_head).weight:
-        return decoder.embed
-    return partial(torch.nn.functional.embedding, weight=embedding.to(dtype))
+        embed: Callable[[Tensor], Tensor] = decoder.embed
+    else:
+        embed = partial(torch.nn.functional.embedding, weight=embedding.to(dtype))
+    if model.config.model_type != GEMMA:
+        return embed
+    scale = module.embed_scale.to(dtype)
+    return lambda token_ids: embed(token_ids) * scale
+
+
+def _layer_types(config: PreTrainedConfig) -> list[str]:
+    """Of the layers, as far as their rotations differ."""
+    return config.layer_types if config.model_type == GEMMA else [""] * config.num_hidden_layers
+
+
+def _rotary(model: PreTrainedModel) -> Rotary:
+    rotary: Rotary = _untyped(model.model).rotary_emb
+    if model.config.model_type != GEMMA:
+        return rotary
+    types = sorted(set(_layer_types(model.config)))
+
+    def of_all_types(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cosines, sines = zip(*(_untyped(rotary)(x, positions, one) for one in types), strict=True)
+        return torch.cat(cosines), torch.cat(sines)
+
+    return of_all_types
 
 
 def _is_like_llama(model: PreTrainedModel, calls: Sequence[AttentionCall], unit: int) -> bool:
     config, head_dim = model.config, calls[0].head_dim
     return (
         config.model_type in MODEL_TYPES
-        and config.hidden_act == "silu"
+        and (_is_like_gemma(config) if config.model_type == GEMMA else config.hidden_act == "silu")
         and not getattr(config, "mlp_bias", False)
         and _untyped(model.lm_head).bias is None
-        and _untyped(model.model).rotary_emb.inv_freq.shape[0] * 2 == head_dim  # all of a head is rotated
+        and all(len(frequencies) * 2 == head_dim for frequencies in _frequencies(model))  # all of a head is rotated
         and all(
             size % unit == 0
             for size in (config.hidden_size, config.intermediate_size, head_dim * config.num_attention_heads)
         )
     )
+
+
+def _is_like_gemma(config: PreTrainedConfig) -> bool:
+    return config.hidden_activation == "gelu_pytorch_tanh" and config.final_logit_softcapping is None
+
+
+def _frequencies(model: PreTrainedModel) -> list[Tensor]:
+    rotary = _untyped(model.model).rotary_emb
+    return [buffer for name, buffer in rotary.named_buffers() if name.endswith("inv_freq") and "original" not in name]
+
+
+def _norm(module: Any) -> Tensor:
+    """What a norm multiplies by; Gemma keeps how much that is more than 1."""
+    weight: Tensor = module.weight
+    return weight.float() + 1.0 if "Gemma" in type(module).__name__ else weight
 
 
 def _untyped(module: Any) -> Any:
@@ -184,7 +226,7 @@ def _untyped(module: Any) -> Any:
 def _weights(layer: Any) -> LayerWeights:
     attention, mlp = layer.self_attn, layer.mlp
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    has_bias = attention.q_proj.bias is not None
+    has_bias, is_gemma = attention.q_proj.bias is not None, hasattr(layer, "post_feedforward_layernorm")
     return LayerWeights(
         query=attention.q_proj.weight,
         key=attention.k_proj.weight,
@@ -195,8 +237,10 @@ def _weights(layer: Any) -> LayerWeights:
         gate=mlp.gate_proj.weight,
         up=mlp.up_proj.weight,
         down=mlp.down_proj.weight,
-        attention_norm=layer.input_layernorm.weight,
-        mlp_norm=layer.post_attention_layernorm.weight,
-        query_norm=getattr(getattr(attention, "q_norm", None), "weight", None),
-        key_norm=getattr(getattr(attention, "k_norm", None), "weight", None),
+        attention_norm=_norm(layer.input_layernorm),
+        mlp_norm=_norm(getattr(layer, "pre_feedforward_layernorm", layer.post_attention_layernorm)),
+        query_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
+        key_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
+        attention_post_norm=_norm(layer.post_attention_layernorm) if is_gemma else None,
+        mlp_post_norm=_norm(layer.post_feedforward_layernorm) if is_gemma else None,
     )

@@ -71,13 +71,17 @@ class GenericForward:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready for paged attention and what is known of it; `window` as in `engine/runner.py`."""
+    """A model ready for paged attention and what is known of it; `window` as in `engine/runner.py`.
+
+    `is_batch_invariant`: a row's logits are the same to the bit whatever is beside it.
+    """
 
     forward: Forward
     layout: KvLayout
     max_context: int
     vocab_size: int
     window: int | None
+    is_batch_invariant: bool
 
 
 def load_model(
@@ -137,7 +141,7 @@ def load_model(
     attend = paged_attention if kernels is None else kernels.paged_attention
     limit_of = LARGEST_DEVIATION[dtype if quantization == "none" else quantization]
     vocab_size = _compare_with_eager(folder, model, layout, forward, attend, limit_of)
-    return LoadedModel(forward, layout, limit, vocab_size, _widest_window(calls))
+    return LoadedModel(forward, layout, limit, vocab_size, _widest_window(calls), is_batch_invariant=lean is not None)
 
 
 def _dtype_to_read(config: PreTrainedConfig, dtype: str, quantization: str) -> str:

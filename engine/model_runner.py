@@ -1,7 +1,7 @@
 """The runner for transformers models: one flattened forward over the paged KV cache, then sampling.
 
 A step goes: slices → `PagedBatch` (tensors) → model forward, whose attention writes and reads the pool → logits of the
-rows that sample or are scored → `sample_rows`, `score_rows`.
+rows that sample or are scored → `sample_slices`, `score_rows`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.kv_cache import PagedKvCache
 from engine.loader import load_model
 from engine.paged_attention import build_paged_batch
 from engine.runner import RunnerConfig
-from engine.sampler import sample_rows, score_rows
+from engine.sampler import sample_slices, score_rows
 from kernels.decoder import NativeKernels
 from kernels.native import NativeMissing, open_native
 from kernels.reference import paged_attention
@@ -50,6 +50,7 @@ class ModelRunner:
         self.max_context = self._loaded.max_context
         self.vocab_size = self._loaded.vocab_size
         self.window = self._loaded.window
+        self.suits_drafts = config.dtype == "float32" or self._loaded.is_batch_invariant
         self.num_blocks = config.pool_blocks(self.layout)
         self._cache = PagedKvCache(self.layout, self.num_blocks, config.device)
 
@@ -60,16 +61,17 @@ class ModelRunner:
         batch = build_paged_batch(slices, self.layout.block_size, self._cache.tensor, on_kv_written, self._attend)
         sampling = [index for index, part in enumerate(slices) if part.sample is not None]
         scoring = [index for index, part in enumerate(slices) if part.score is not None]
-        rows = batch.cu_seqlens_q[1:][sampling] - 1  # the last row of each slice that samples
+        rows = _sampled_rows(batch.cu_seqlens_q[1:][sampling], [slices[index].num_draft_tokens for index in sampling])
+        num_sampled_rows = len(rows)
         if scoring:
             scored = [_scored_rows(slices[index], int(batch.cu_seqlens_q[index])) for index in scoring]
             rows = torch.cat([rows, *scored])
         logits = self._loaded.forward.logits(batch, rows)  # [len(rows), vocab_size]
-        sampled = sample_rows(logits[: len(sampling)], [part.sample for part in slices if part.sample is not None])
+        sampled = sample_slices(logits[:num_sampled_rows], [slices[index] for index in sampling])
         results: list[Sampled | None] = [None] * len(slices)
         for index, one in zip(sampling, sampled, strict=True):
             results[index] = one
-        first = len(sampling)
+        first = num_sampled_rows
         for index in scoring:
             request = slices[index].score
             assert request is not None
@@ -102,6 +104,15 @@ def open_kernels(config: RunnerConfig) -> NativeKernels | None:
             raise FailedPrecondition(f"engine.kernels is native, but {error}") from error
         logger.warning("%s: every step takes much longer on plain torch", error)
         return None
+
+
+def _sampled_rows(ends: Tensor, draft_lengths: list[int]) -> Tensor:
+    """Rows of the step whose logits are sampled from: of each slice, that ends before row `ends[i]`, the last known
+    token's and those of its draft."""
+    if not any(draft_lengths):
+        return ends - 1
+    parts = zip(ends.tolist(), draft_lengths, strict=True)
+    return torch.cat([torch.arange(end - 1 - num_drafted, end) for end, num_drafted in parts])
 
 
 def _scored_rows(part: SequenceSlice, offset: int) -> Tensor:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from engine.constraint import Constraints
 from engine.core import EngineCore, EngineLimits
+from engine.forward_batch import SampleRequest, SequenceSlice
 from engine.local import generate
 from engine.loop import EngineLoop
 from engine.outputs import Output
@@ -21,8 +22,9 @@ from engine.quotas import block_quotas
 from engine.runner import Runner, RunnerConfig, open_runner
 from engine.scripted import SCRIPT_FILE
 from engine.sequence import Sequence
+from engine.speculation import NO_SPECULATION, SpeculationPolicy
 from engine.swap_space import SwapSpace
-from kvferry.config import Config
+from kvferry.config import Config, Speculation
 from kvferry.errors import FailedPrecondition
 from kvferry.sampling import SamplingParams
 from kvferry.telemetry import log_event
@@ -32,6 +34,10 @@ logger = logging.getLogger(__name__)
 LOWEST_PRIORITY = 19
 MEASURED_TOKENS, MEASURED_BLOCKS = 64, 8
 """How much is computed and copied at start to choose between recompute and swap."""
+MEASURED_DRAFT = 8
+"""Length of the draft that is measured at start."""
+LEAST_ROW_COST = 0.05
+"""Of a step: a busy machine may measure less, and longer drafts than this leads to bring little."""
 
 
 def open_core(config: Config, *, digests: bool = False) -> EngineCore:
@@ -66,6 +72,7 @@ def open_core(config: Config, *, digests: bool = False) -> EngineCore:
         prefix_caching=engine.prefix_caching,
         num_swap_blocks=num_swap_blocks,
         preemption=measure_preemption(runner, engine.preemption if num_swap_blocks else "recompute"),
+        speculation=measure_speculation(runner, engine.speculation),
         quotas=block_quotas(config.tenants, runner.num_blocks),
         digests=digests,
         check_integrity=engine.check_integrity,
@@ -100,6 +107,8 @@ def _log_pool(runner: Runner, limits: EngineLimits) -> None:
         swap_pool_bytes=limits.num_swap_blocks * runner.layout.block_bytes,
         recompute_s_per_token=round(limits.preemption.recompute_s_per_token, 9),
         swap_s_per_block=round(limits.preemption.swap_s_per_block, 9),
+        speculation=limits.speculation.mode,
+        draft_row_cost=round(limits.speculation.row_cost, 4),
     )
 
 
@@ -119,6 +128,35 @@ def measure_preemption(runner: Runner, mode: PreemptionMode) -> PreemptionPolicy
         space.load(runner, block_id, block_id)
     swap_s = time.monotonic() - begin_s
     return PreemptionPolicy(mode, recompute_s / num_tokens, swap_s / (2 * num_blocks))
+
+
+def measure_speculation(runner: Runner, mode: Speculation) -> SpeculationPolicy:
+    """The policy for this model on this machine: what a row of a draft costs, where there are drafts."""
+    if mode == "none" or (mode == "auto" and not runner.suits_drafts):
+        return NO_SPECULATION
+    num_known = min(MEASURED_TOKENS, runner.num_blocks * runner.layout.block_size, runner.max_context) - MEASURED_DRAFT
+    if num_known < 1 or not runner.suits_drafts:
+        return SpeculationPolicy("prompt_lookup")
+    rounds = [[_decode_s(runner, num_known, length) for length in (0, MEASURED_DRAFT)] for _ in range(4)]
+    alone_s, drafted_s = map(min, zip(*rounds, strict=True))  # in turn, so that a machine that is busy slows both
+    row_cost = (drafted_s / alone_s - 1.0) / MEASURED_DRAFT
+    return SpeculationPolicy("prompt_lookup", min(max(row_cost, LEAST_ROW_COST), 1.0))
+
+
+def _decode_s(runner: Runner, num_known: int, num_draft_tokens: int) -> float:
+    """Time of a step of one token and a draft, behind `num_known` tokens, in whatever the first blocks hold."""
+    sampling = SamplingParams(max_tokens=1 + num_draft_tokens, temperature=0.0)
+    part = SequenceSlice(
+        "measured",
+        token_ids=[0] * (1 + num_draft_tokens),
+        start=num_known - 1,
+        block_table=range(runner.layout.num_blocks_for(num_known + num_draft_tokens)),
+        sample=SampleRequest(sampling, num_known, 0),
+        num_draft_tokens=num_draft_tokens,
+    )
+    begin_s = time.monotonic()
+    runner.run([part])
+    return time.monotonic() - begin_s
 
 
 def warm_up(runner: Runner) -> None:

@@ -76,6 +76,7 @@ class PlanRunner:
         self.max_context = max_context
         self.vocab_size = 1 << 31
         self.window: int | None = None
+        self.suits_drafts = False  # it has no text
         self._contents = memoryview(bytearray(layout.block_bytes))
 
     def run(self, slices: list[SequenceSlice], on_kv_written: OnKvWritten | None = None) -> list[Sampled | None]:

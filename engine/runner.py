@@ -84,6 +84,10 @@ class Runner(Protocol):
     def window(self) -> int | None:
         """Tokens the widest layer attends to, the present one counted; None where a layer attends to all."""
 
+    @property
+    def suits_drafts(self) -> bool:
+        """Whether a token comes out the same with a draft behind it, and a row of one costs less than a step."""
+
     def run(self, slices: list[SequenceSlice], on_kv_written: OnKvWritten | None = None) -> list[Sampled | None]:
         """Compute one step: one entry a slice, None where the slice asked for nothing.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 
 from engine.constraint import OutputRefused
-from engine.forward_batch import Candidate, Sampled, SampledToken, SampleRequest, ScoreRequest
+from engine.forward_batch import Candidate, Sampled, SampledToken, SampleRequest, ScoreRequest, SequenceSlice
 from engine.logit_rules import BANNED, Floats, apply_rules, changes_logits
+from engine.speculation import sample_run
 from kvferry.sampling import SamplingParams, TokenLogprob
 
 TokenIds = npt.NDArray[np.int64]
@@ -60,6 +62,28 @@ def sample_rows(logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sampl
         else:
             sampled.append(_sample_choices(logits[row], request))
     return sampled
+
+
+def sample_slices(logits: Tensor, slices: Sequence[SequenceSlice]) -> list[Sampled]:
+    """Sample what each slice asks for, behind its last known token and as far as its draft is right.
+
+    Args:
+        logits: float32 rows of `vocab_size`; a slice has one, and one more for each token of its draft.
+        slices: each has a `sample`.
+    """
+    requests = [part.sample for part in slices if part.sample is not None]
+    if len(logits) == len(requests):
+        return sample_rows(logits, requests)
+    sampled, first = [], 0
+    for part, request in zip(slices, requests, strict=True):
+        last = first + 1 + part.num_draft_tokens
+        sampled.append(sample_run(partial(_sample_place, logits[first:last]), request, part.draft))
+        first = last
+    return sampled
+
+
+def _sample_place(rows: Tensor, place: int, request: SampleRequest) -> Sampled:
+    return sample_rows(rows[place : place + 1], [request])[0]
 
 
 def _sample_choices(row: Tensor, request: SampleRequest) -> Sampled:

@@ -5,32 +5,37 @@ prefills) and gets as many of them as the token budget allows: decodes first, th
 When a sequence cannot grow, the running unit (a sequence, or the beams of a gang) of the lowest priority gives up its
 blocks and waits again: swapped to the host pool, or to be recomputed from what the prefix cache still holds. When a
 waiting one finds no room, held prompts whose shipment has no grant yet are parked. Plain state machine: no torch, no
-clock, no threads.
+clock, no threads. What a step has left of budget and blocks may go to drafts (`speculation.py`), which nothing gives
+way to.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.block_manager import BlockManager
 from engine.block_pool import Room
 from engine.preemption import RECOMPUTE, PreemptionPolicy
 from engine.sequence import Sequence, SequenceStatus
+from engine.speculation import Speculator, may_speculate
 from engine.waiting_queue import Admission, WaitingQueue
 from kvferry.stats import MemoryCounters
 
 MAX_SCORED_TOKENS = 256
 """Tokens of a step whose logits are all needed, a row of the vocabulary each: 50 MB of float32 with 49,152 entries."""
+MAX_DRAFTED_TOKENS = 128
+"""Those of a step's drafts, which need theirs too."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """`num_tokens` tokens of `sequence`, from its first uncomputed one on."""
+    """`num_tokens` tokens of `sequence`, from its first uncomputed one on, and a draft behind the last known one."""
 
     sequence: Sequence
     num_tokens: int
+    draft: tuple[int, ...] = ()
 
     @property
     def reaches_end(self) -> bool:
@@ -56,7 +61,7 @@ class Schedule:
 
     @property
     def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
+        return sum(chunk.num_tokens + len(chunk.draft) for chunk in self.chunks)
 
     @property
     def num_scored_tokens(self) -> int:
@@ -74,6 +79,7 @@ class Scheduler:
         max_chunk_tokens: most tokens of one sequence in one step.
         preemption: recompute or swap.
         counters: what is counted here.
+        speculator: makes drafts; None: there are none.
     """
 
     def __init__(
@@ -85,6 +91,7 @@ class Scheduler:
         max_chunk_tokens: int,
         preemption: PreemptionPolicy | None = None,
         counters: MemoryCounters | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         if max_running > max_batched_tokens:
             raise ValueError(
@@ -96,6 +103,7 @@ class Scheduler:
         self.max_chunk_tokens = max_chunk_tokens
         self.preemption = preemption or RECOMPUTE
         self.counters = counters or MemoryCounters()
+        self.speculator = speculator
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in order of priority; beams of a gang side by side
         self.reserved: set[Sequence] = set()  # will join when their KV has arrived
@@ -156,6 +164,7 @@ class Scheduler:
         self._schedule_prefills(schedule)
         if not schedule.preempted:
             self._schedule_waiting(schedule)
+            self._add_drafts(schedule)
         return schedule
 
     # -- running sequences ----------------------------------------------------------------------------------------
@@ -221,6 +230,25 @@ class Scheduler:
                 self.counters.num_recompute_preemptions += 1
                 self.block_manager.free(sequence)
         self.add(unit[0])
+
+    def _add_drafts(self, schedule: Schedule) -> None:
+        """Drafts behind the decodes, from the budget and the blocks that are left; nothing is preempted for them."""
+        if self.speculator is None:
+            return
+        num_decodes = sum(chunk.sequence.num_uncomputed_tokens == 1 for chunk in schedule.chunks)
+        outlook = self.speculator.outlook(num_decodes)
+        budget = min(self.max_batched_tokens - schedule.num_tokens, MAX_DRAFTED_TOKENS)
+        for index, chunk in enumerate(schedule.chunks):
+            sequence = chunk.sequence
+            if not may_speculate(sequence):
+                continue
+            num_left = sequence.max_kv_tokens - sequence.num_tokens  # the last output token's KV is not wanted
+            most = min(budget, num_left, self.max_chunk_tokens - chunk.num_tokens)
+            draft = self.speculator.propose(sequence, most, outlook)
+            draft = draft[: self.block_manager.extend(sequence, len(draft))]
+            if draft:
+                schedule.chunks[index] = replace(chunk, draft=tuple(draft))
+                budget -= len(draft)
 
     # -- waiting sequences ----------------------------------------------------------------------------------------
 

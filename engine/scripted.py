@@ -13,12 +13,14 @@ import hashlib
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.forward_batch import Candidate, OnKvWritten, Sampled, SampledToken, SampleRequest, SequenceSlice
+from engine.speculation import sample_run
 from kvferry.errors import FailedPrecondition
 from kvferry.kv_layout import KvLayout
 from kvferry.sampling import SamplingParams, TokenLogprob
@@ -198,6 +200,7 @@ class ScriptedRunner:
         self.vocab_size = config.vocab_size
         self.num_blocks = num_blocks
         self.window: int | None = None
+        self.suits_drafts = False  # its steps cost what it is told; it takes drafts where they are asked for
         self._sleep = sleep
         pool = memoryview(bytearray(num_blocks * self.layout.block_bytes))
         size = self.layout.block_bytes
@@ -233,7 +236,10 @@ class ScriptedRunner:
             self._slot(part.block_table, position)[:] = previous
 
     def _answer(self, part: SequenceSlice) -> Sampled | None:
-        sampled = None if part.sample is None else self._sample(part, part.sample)
+        sampled = None
+        if part.sample is not None:
+            assert part.sample.position == part.context_length - part.num_draft_tokens
+            sampled = sample_run(partial(self._sample, part), part.sample, part.draft)
         if part.score is None:
             return sampled
         assert 0 <= part.score.first_row < len(part.token_ids)
@@ -241,22 +247,22 @@ class ScriptedRunner:
         told = [self._logprob(token_id, part.score.num_top_logprobs) for token_id in part.score.token_ids]
         return Sampled(None, prompt_logprobs=tuple(told)).joined(sampled)
 
-    def _sample(self, part: SequenceSlice, request: SampleRequest) -> Sampled:
-        assert request.position == part.context_length
+    def _sample(self, part: SequenceSlice, place: int, request: SampleRequest) -> Sampled:
         if request.num_output_tokens in self.config.nan_at_output_index:
             return Sampled(None, f"non-finite logits for sequence {part.seq_id!r} at position {request.position}")
-        slots = self._slots(part.block_table, part.context_length) if self.config.mode == "digest" else b""
+        slots = self._slots(part.block_table, request.position) if self.config.mode == "digest" else b""
         if request.num_candidates:
             return Sampled(None, candidates=candidates_of_slots(slots, self.config, request.num_candidates))
         choices = range(request.choice, request.choice + request.num_choices)
-        first, *others = (self._token(part, request, slots, choice) for choice in choices)
+        last = part.token_ids[len(part.token_ids) - 1 - part.num_draft_tokens + place]
+        first, *others = (self._token(last, request, slots, choice) for choice in choices)
         return Sampled(first.token_id, logprob=first.logprob, others=tuple(others))
 
-    def _token(self, part: SequenceSlice, request: SampleRequest, slots: bytes, choice: int) -> SampledToken:
+    def _token(self, last: int, request: SampleRequest, slots: bytes, choice: int) -> SampledToken:
         if self.config.mode == "script":
             token_id = self.config.script[request.num_output_tokens % len(self.config.script)]
         elif self.config.mode == "table":
-            token_id = self.config.table.get(part.token_ids[-1], part.token_ids[-1])
+            token_id = self.config.table.get(last, last)
         else:
             token_id = token_of_slots(slots, self.config, request.sampling, choice, request.num_output_tokens)
         sampling = request.sampling

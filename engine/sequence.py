@@ -24,6 +24,7 @@ from kvferry.spec import PromptScoring
 
 if TYPE_CHECKING:
     from engine.gang import Gang
+    from engine.speculation import SequenceLookup
     from engine.swap_space import SwappedTable
 
 
@@ -109,6 +110,7 @@ class Sequence:
         self.waits_for_quota = False  # it is its tenant's quota that keeps it waiting, not the pool
         self.scoring = scoring  # log-probabilities of the prompt that are still to be told; None: no more
         self.swapped: SwappedTable | None = None  # where its blocks are while it is swapped out
+        self.lookup: SequenceLookup | None = None  # what its drafts are taken from, made when it first speculates
         self.prefix_leader: Sequence | None = None  # computes the blocks they share; a resumed beam waits for it
         self._hash_root = hash_root
         self._block_hashes: list[bytes] = []

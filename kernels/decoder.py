@@ -148,6 +148,7 @@ class LayerWeights:
         output: `[H, heads · D]`.
         gate, up: `[I, H]`; `down`: `[H, I]`.
         attention_norm, mlp_norm: `[H]`; query_norm, key_norm: `[D]`, or None.
+        attention_post_norm, mlp_post_norm: `[H]`, of what a layer adds to x; or None.
     """
 
     query: Tensor
@@ -163,11 +164,20 @@ class LayerWeights:
     mlp_norm: Tensor
     query_norm: Tensor | None
     key_norm: Tensor | None
+    attention_post_norm: Tensor | None = None
+    mlp_post_norm: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """What layers have in common. `scaling` of the scores; `windows` of the layers, None: all tokens are seen."""
+    """What layers have in common.
+
+    Attributes:
+        scaling: of the scores.
+        windows: of the layers, None: all tokens are seen.
+        rotations: of the layers, which of the rotary embeddings is theirs.
+        is_gelu: whether gates go through GELU (its tangent form), not through SiLU.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -178,6 +188,8 @@ class DecoderShape:
     epsilon: float
     scaling: float
     windows: tuple[int | None, ...]
+    rotations: tuple[int, ...]
+    is_gelu: bool = False
 
 
 def pack_layer(of: LayerWeights, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -196,6 +208,8 @@ def pack_layer(of: LayerWeights, dtype: torch.dtype) -> dict[str, Tensor]:
         "mlp_norm": of.mlp_norm,
         "query_norm": of.query_norm,
         "key_norm": of.key_norm,
+        "attention_post_norm": of.attention_post_norm,
+        "mlp_post_norm": of.mlp_post_norm,
     }
     return packed | {name: pad(values) for name, values in vectors.items() if values is not None}
 
@@ -304,12 +318,11 @@ class NativeDecoder:
         """`weights`: of `pack_decoder`, in `dtype` or as codes; `dtype`: the cache's."""
         self._kernels, self._shape, self._weights = kernels, shape, weights  # which the structures point to
         self._width = padded(shape.hidden_size)
-        self._layers = (Layer * len(shape.windows))(
-            *(self._layer(number, window) for number, window in enumerate(shape.windows))
-        )
+        self._layers = (Layer * len(shape.windows))(*(self._layer(number) for number in range(len(shape.windows))))
         self._decoder = Decoder(
             is_bfloat16=int(dtype == torch.bfloat16),
             is_quantised=int(weights["head"].dtype == torch.uint8),
+            is_gelu=int(shape.is_gelu),
             num_layers=len(shape.windows),
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,
@@ -322,7 +335,7 @@ class NativeDecoder:
             head=self._linear("head", shape.hidden_size, shape.vocab_size),
         )
 
-    def _layer(self, number: int, window: int | None) -> Layer:
+    def _layer(self, number: int) -> Layer:
         shape, prefix = self._shape, f"{number}."
         heads = shape.num_heads * shape.head_dim
         projected = heads + 2 * shape.num_kv_heads * shape.head_dim
@@ -336,7 +349,10 @@ class NativeDecoder:
             mlp_norm=self._pointer(f"{prefix}mlp_norm"),
             query_norm=self._pointer(f"{prefix}query_norm"),
             key_norm=self._pointer(f"{prefix}key_norm"),
-            window=window or 0,
+            attention_post_norm=self._pointer(f"{prefix}attention_post_norm"),
+            mlp_post_norm=self._pointer(f"{prefix}mlp_post_norm"),
+            window=shape.windows[number] or 0,
+            rotation=shape.rotations[number],
         )
 
     def _linear(self, name: str, num_inputs: int, num_outputs: int) -> Linear:
@@ -368,7 +384,7 @@ class NativeDecoder:
 
         Args:
             x: `[num_tokens, hidden_size]` float32, the embedded tokens.
-            cosines, sines: `[num_tokens, head_dim]` float32.
+            cosines, sines: `[rotations, num_tokens, head_dim]` float32.
             cache, slots, block_tables, cu_seqlens_q, context_lengths: as in `kernels/reference.py`.
 
         Returns:

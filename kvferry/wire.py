@@ -320,6 +320,9 @@ def load_to_pb(
         num_integrity_faults=stats.num_integrity_faults,
         num_unsound_hits=stats.num_unsound_hits,
         max_running=stats.max_running,
+        num_drafts=stats.num_drafts,
+        num_draft_tokens=stats.num_draft_tokens,
+        num_accepted_tokens=stats.num_accepted_tokens,
         tenant_hits=[
             worker_pb2.TenantHits(
                 tenant=tenant, num_queried_tokens=hits.num_queried_tokens, num_hit_tokens=hits.num_hit_tokens

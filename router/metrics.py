@@ -45,6 +45,9 @@ COUNTERS = (
     ("moved_blocks", "num_blocks_moved", "Blocks sent with them."),
     ("recomputed_tokens", "num_recomputed_tokens", "Tokens whose KV was dropped and not found cached again."),
     ("blocks_copied", "num_blocks_copied", "Blocks copied on write."),
+    ("spec_decode_num_drafts", "num_drafts", "Drafts of speculation that were verified."),
+    ("spec_decode_num_draft_tokens", "num_draft_tokens", "Tokens of those drafts."),
+    ("spec_decode_num_accepted_tokens", "num_accepted_tokens", "Those of them that came out."),
     ("integrity_faults", "num_integrity_faults", "Times the books of the pool proved wrong when they were checked."),
     (
         "unsound_blocks",

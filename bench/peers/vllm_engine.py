@@ -1,41 +1,74 @@
 """vLLM's engine as a child of `bench/engine.py`; run with the Python of its own environment.
 
-Questions and answers are those of `bench/engine_worker.py`.
+Questions and answers are those of `bench/engine_worker.py`. Its engine steps in this process, so that it stands still
+between two questions.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import sys
 import time
+from typing import Any
 
 MOST_CONTEXT = 2_176
+
+
+class Batch:
+    """The sequences of one start."""
+
+    def __init__(self, engine: Any, prompts: list[list[int]], room: int, number: int) -> None:
+        from vllm import SamplingParams
+
+        self._engine = engine
+        self._ids = [f"{number}-{place}" for place in range(len(prompts))]
+        self._counts = dict.fromkeys(self._ids, 0)
+        params = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True, detokenize=False)
+        for seq_id, prompt in zip(self._ids, prompts, strict=True):
+            engine.add_request(seq_id, {"prompt_token_ids": prompt}, params)
+
+    def prefill(self) -> None:
+        while min(self._counts.values()) == 0:
+            self._step()
+
+    def decode(self, steps: int) -> int:
+        return sum(self._step() for _ in range(steps))
+
+    def end(self) -> None:
+        self._engine.abort_request(self._ids)
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+
+    def _step(self) -> int:
+        before = sum(self._counts.values())
+        for output in self._engine.step():
+            self._counts[output.request_id] = len(output.outputs[0].token_ids)
+        return sum(self._counts.values()) - before
 
 
 def main() -> None:
     """Entry point: MODEL_FOLDER."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the library prints where answers go
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
-    llm = LLM(sys.argv[1], dtype="bfloat16", max_model_len=MOST_CONTEXT, enable_prefix_caching=False)
-    randomness = random.Random(0)
-
-    def seconds(n: int, prompt: int, output: int) -> float:
-        batch = [{"prompt_token_ids": [randomness.randrange(100, 40_000) for _ in range(prompt)]} for _ in range(n)]
-        params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
-        begin_s = time.perf_counter()
-        llm.generate(batch, params, use_tqdm=False)
-        return time.perf_counter() - begin_s
-
+    engine = LLM(sys.argv[1], dtype="bfloat16", max_model_len=MOST_CONTEXT, enable_prefix_caching=False).llm_engine
     print(json.dumps({"ready": True}), file=answers, flush=True)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        prefill_s = seconds(asked["n"], asked["prompt"], 1)
-        whole_s = seconds(asked["n"], asked["prompt"], asked["output"])
-        print(json.dumps({"prefill_s": prefill_s, "whole_s": whole_s}), file=answers, flush=True)
+    batch: Batch | None = None
+    for number, line in enumerate(sys.stdin):
+        asked, answer = json.loads(line), {}
+        begin_s = time.perf_counter()
+        if asked["op"] == "start":
+            batch = Batch(engine, asked["prompts"], asked["room"], number)
+            batch.prefill()
+        elif asked["op"] == "decode":
+            assert batch is not None
+            answer["tokens"] = batch.decode(asked["steps"])
+        else:
+            assert batch is not None
+            batch.end()
+        print(json.dumps({"seconds": time.perf_counter() - begin_s, **answer}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 //
 //     x ─► norm ─► queries, keys, values ─► rotation, write ─► attention ─► + x ─► norm ─► gate · up ─► down ─► + x
 //
+// Gemma's layers have a norm before each + x, too, GELU at the gate, and two kinds of rotation.
+//
 // x stays in float between layers; what goes into products and into the cache is rounded to the model's type. The C
 // interface takes pointers that the caller keeps alive; nothing here allocates what outlives a call but the team.
 #include <memory>
 
 #include "attention.h"
+#include "check.h"
 #include "linear.h"
 #include "rows.h"
 
@@ -17,11 +20,12 @@ extern "C" {
 struct Layer {
   Linear projection, output, gate_up, down;
   const float *attention_norm, *mlp_norm, *query_norm, *key_norm;
-  int64_t window;
+  const float *attention_post_norm, *mlp_post_norm;  // of what is added to x; or null
+  int64_t window, rotation;
 };
 
 struct Decoder {
-  int64_t is_bfloat16, is_quantised, num_layers, hidden_size, intermediate_size, num_heads;
+  int64_t is_bfloat16, is_quantised, is_gelu, num_layers, hidden_size, intermediate_size, num_heads;
   float epsilon, scaling, softcap;
   const Layer* layers;
   const float* final_norm;
@@ -31,7 +35,7 @@ struct Decoder {
 struct Step {
   int64_t num_tokens;
   const int64_t* slots;  // [num_tokens]
-  const float *cosines, *sines;
+  const float *cosines, *sines;  // [rotations, num_tokens, head_dim]
   float* x;  // [num_tokens, padded(hidden_size)]
   Cache cache;
   Sequences sequences;
@@ -49,7 +53,7 @@ struct Buffers {
   int64_t normed_width, projected_width, attention_width, activation_width;
   std::vector<T> queries, attended;
   std::vector<Read<W, T>> normed, activations;
-  std::vector<float> projected;
+  std::vector<float> projected, branch;
   Bytes bytes;
 
   void resize(const Decoder& decoder, const Cache& cache, int64_t num_tokens) {
@@ -57,11 +61,13 @@ struct Buffers {
     attention_width = padded(decoder.num_heads * cache.head_dim);
     projected_width = padded((decoder.num_heads + 2 * cache.num_kv_heads) * cache.head_dim);
     activation_width = padded(decoder.intermediate_size);
-    normed.resize(num_tokens * normed_width);
+    const int64_t num_rows = whole_rows(num_tokens);
+    normed.resize(num_rows * normed_width);
     queries.resize(num_tokens * attention_width);
-    attended.resize(num_tokens * attention_width);
-    activations.resize(num_tokens * activation_width);
+    attended.resize(num_rows * attention_width);
+    activations.resize(num_rows * activation_width);
     projected.resize(num_tokens * projected_width);
+    branch.resize(num_tokens * normed_width);
     if (std::is_same_v<W, Int8>) bytes.resize(num_tokens, std::max({normed_width, attention_width, activation_width}));
   }
 };
@@ -81,10 +87,18 @@ void run_layers(Team& team, const Decoder& decoder, const Step& step) {
   team.run([&] {
     for (int64_t number = 0; number < decoder.num_layers; ++number) {
       const Layer& layer = decoder.layers[number];
-      const Rotation rotation = {step.cosines, step.sines, layer.query_norm, layer.key_norm, decoder.epsilon};
+      const int64_t turned = layer.rotation * count * step.cache.head_dim;
+      const Rotation rotation = {step.cosines + turned, step.sines + turned, layer.query_norm, layer.key_norm, decoder.epsilon};
       const AttentionSettings settings = {decoder.num_heads, number, layer.window, decoder.scaling, decoder.softcap};
       using Taken = Read<W, T>;
-      const Output<Taken> to_x = {step.x, nullptr, width};
+      const auto add_to_x = [&](const auto* rows, int64_t stride, const Linear& linear, const float* post_norm) {
+        const Rows taken = as_rows<W>(team, rows, stride, count, linear, mine.bytes);
+        if (post_norm == nullptr)
+          return multiply<W, Taken, After::ADD>(team, taken, count, linear, {step.x, nullptr, width});
+        multiply<W, Taken, After::STORE>(team, taken, count, linear, {mine.branch.data(), nullptr, width});
+        add_normalised_rows(team, mine.branch.data(), width, count, post_norm, decoder.hidden_size, decoder.epsilon,
+                            step.x);
+      };
       normalise_rows(team, step.x, width, count, layer.attention_norm, decoder.hidden_size, decoder.epsilon,
                      mine.normed.data(), mine.normed_width);
       multiply<W, Taken, After::STORE>(
@@ -94,17 +108,13 @@ void run_layers(Team& team, const Decoder& decoder, const Step& step) {
                        step.cache, number, step.slots, mine.queries.data(), mine.attention_width);
       attend(team, tasks, step.cache, step.sequences, settings, mine.queries.data(), mine.attention_width,
              mine.attended.data(), mine.attention_width);
-      multiply<W, Taken, After::ADD>(
-          team, as_rows<W>(team, mine.attended.data(), mine.attention_width, count, layer.output, mine.bytes), count,
-          layer.output, to_x);
+      add_to_x(mine.attended.data(), mine.attention_width, layer.output, layer.attention_post_norm);
       normalise_rows(team, step.x, width, count, layer.mlp_norm, decoder.hidden_size, decoder.epsilon,
                      mine.normed.data(), mine.normed_width);
-      multiply<W, Taken, After::SILU_MUL>(
+      multiply<W, Taken, After::ACTIVATE_MUL>(
           team, as_rows<W>(team, mine.normed.data(), mine.normed_width, count, layer.gate_up, mine.bytes), count,
-          layer.gate_up, {nullptr, mine.activations.data(), mine.activation_width});
-      multiply<W, Taken, After::ADD>(
-          team, as_rows<W>(team, mine.activations.data(), mine.activation_width, count, layer.down, mine.bytes), count,
-          layer.down, to_x);
+          layer.gate_up, {nullptr, mine.activations.data(), mine.activation_width, decoder.is_gelu != 0});
+      add_to_x(mine.activations.data(), mine.activation_width, layer.down, layer.mlp_post_norm);
     }
   });
 }
@@ -114,7 +124,7 @@ void run_head(Team& team, const Decoder& decoder, const float* x, const int64_t*
               float* logits, int64_t stride) {
   using Taken = Read<W, T>;
   const int64_t width = padded(decoder.hidden_size);
-  std::vector<Taken> normed(num_rows * width);
+  std::vector<Taken> normed(whole_rows(num_rows) * width);
   Bytes bytes;
   bytes.resize(num_rows, width);
   team.run([&] {
@@ -138,6 +148,15 @@ void with_types(const Decoder& decoder, const Work& work) {
 }  // namespace
 
 extern "C" {
+
+// Whether this process may run what this library was built of; to be asked before a team is made.
+int kvferry_permitted() { return amx::permitted(); }
+
+// Whether this library computes rightly; of a permitted process.
+int kvferry_check() {
+  Team team(2);
+  return multiplies_well(team, 1, 64, 32) && multiplies_well(team, 19, 98, 70) && multiplies_well(team, 70, 576, 40);
+}
 
 Team* kvferry_team(int num_threads) { return new Team(num_threads); }
 
@@ -176,6 +195,12 @@ void kvferry_linear(Team* team, int is_bfloat16, int is_quantised, const void* i
   Bytes bytes;
   bytes.resize(num_rows, linear->num_inputs);
   const auto run = [&]<typename W, typename T>(const T* rows) {
+    std::vector<T> whole;
+    if (IS_ON_AMX<W> && num_rows < whole_rows(num_rows)) {
+      whole.assign(rows, rows + num_rows * stride);
+      whole.resize(whole_rows(num_rows) * stride);
+      rows = whole.data();
+    }
     team->run([&] {
       multiply<W, T, After::STORE>(*team, as_rows<W>(*team, rows, stride, num_rows, *linear, bytes), num_rows, *linear,
                                    {output, nullptr, padded(linear->num_outputs)});

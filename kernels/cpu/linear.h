@@ -4,15 +4,17 @@
 // [tiles][units][32], one or two elements a lane (`PER_UNIT`). Features that do not exist are zero.
 //
 // Every output is one lane that goes through the input from its first unit to its last, whatever the number of rows:
-// a row's result depends on nothing but the row. Quantised weights are codes without sign in groups of 32 inputs, of
-// which an output's share a scale and a minimum: weight = scale · code + minimum. So do every 32 values of a row share a
-// scale; the row is rounded to bytes on its way.
+// a row's result depends on nothing but the row. (AMX, where it is, goes through it 32 inputs at a time, and does so for
+// every number of rows.) Quantised weights are codes without sign in groups of 32 inputs, of which an output's share a
+// scale and a minimum: weight = scale · code + minimum. So do every 32 values of a row share a scale; the row is rounded
+// to bytes on its way.
 #pragma once
 
 #include <algorithm>
 #include <type_traits>
 #include <vector>
 
+#include "amx.h"
 #include "simd.h"
 #include "team.h"
 
@@ -22,8 +24,14 @@ constexpr int64_t TILE = 32;
 constexpr int64_t GROUP = 32;  // inputs that share a scale
 template <typename W>  // 12 rows · 2 vectors are 24 sums, and leave 8 registers; codes have two kinds of sums
 constexpr int64_t MOST_ROWS = std::is_same_v<W, Int8> ? 6 : 12;
-constexpr int64_t ROWS_A_SHARE = 48;
 constexpr int ROWS_THAT_COMPUTE = 6;  // from so many on a product waits for sums, not for weights: time to ask for more
+template <typename W>
+constexpr bool IS_ON_AMX = amx::IS_PRESENT && std::is_same_v<W, Bf16>;
+template <typename W>
+constexpr int64_t ROWS_A_SHARE = IS_ON_AMX<W> ? 64 : 48;
+
+// Rows that buffers have room for, since AMX reads them in sixteens; those beyond `count` may be anything.
+inline int64_t whole_rows(int64_t count) { return (count + amx::ROWS - 1) / amx::ROWS * amx::ROWS; }
 
 struct Linear {
   const uint32_t* packed;
@@ -41,23 +49,31 @@ struct Rows {
   const int32_t* sums;
 };
 
-enum class After { STORE, ADD, SILU_MUL };
+enum class After { STORE, ADD, ACTIVATE_MUL };
 
-// Where results go. STORE and ADD: float rows. SILU_MUL: a tile is 16 gates and their 16 partners, and 16 results go
-// to rows of T.
+// Where results go. STORE and ADD: float rows. ACTIVATE_MUL: a tile is 16 gates and their 16 partners, and 16 results go
+// to rows of T, gates through SiLU or GELU.
 template <typename T>
 struct Output {
   float* values;
   T* activations;
   int64_t stride;
+  bool is_gelu = false;
 };
 
 inline F32x16 silu(F32x16 x) { return x / (1.0f + exp_of(smaller(-x, splat(88.0f)))); }
 
+// GELU with a hyperbolic tangent, which is a logistic function of twice the argument.
+inline F32x16 gelu(F32x16 x) {
+  const F32x16 argument = x * fma(x * x, splat(2.0f * 0.7978845608f * 0.044715f), splat(2.0f * 0.7978845608f));
+  return x / (1.0f + exp_of(smaller(-argument, splat(88.0f))));
+}
+
 template <After AFTER, typename T>
 inline void finish(const Output<T>& out, int64_t row, int64_t tile, F32x16 first, F32x16 second) {
-  if constexpr (AFTER == After::SILU_MUL) {
-    store(out.activations + row * out.stride + tile * LANES, silu(first) * second);
+  if constexpr (AFTER == After::ACTIVATE_MUL) {
+    const F32x16 gates = out.is_gelu ? gelu(first) : silu(first);
+    store(out.activations + row * out.stride + tile * LANES, gates * second);
     return;
   }
   float* to = out.values + row * out.stride + tile * TILE;
@@ -178,20 +194,48 @@ inline void multiply_up_to(int64_t num_rows, const Rows& rows, const Linear& lin
   if constexpr (ROWS > 1) multiply_up_to<W, T, AFTER, ROWS - 1>(num_rows, rows, linear, tile, next, row, out);
 }
 
+// 16 · BLOCKS rows from `row` on, of which those before `end` are wanted.
+template <typename T, After AFTER, int BLOCKS>
+inline void multiply_on_amx(const Rows& rows, const Linear& linear, int64_t tile, int64_t row, int64_t end,
+                            const Output<T>& out) {
+  static_assert(amx::COLUMNS == TILE);
+  alignas(VECTOR_BYTES) float sums[BLOCKS * amx::ROWS][TILE];
+  const int64_t num_units = linear.num_inputs / PER_UNIT<Bf16>;
+  amx::sum_rows<BLOCKS>(rows.units + row * rows.stride, rows.stride, linear.packed + tile * num_units * TILE, num_units,
+                        sums);
+  const float* bias = linear.bias == nullptr ? nullptr : linear.bias + tile * TILE;
+  const F32x16 first = bias == nullptr ? F32x16{} : load(bias), second = bias == nullptr ? F32x16{} : load(bias + LANES);
+  for (int64_t i = 0; i < std::min(end - row, BLOCKS * amx::ROWS); ++i)
+    finish<AFTER, T>(out, row + i, tile, load(sums[i]) + first, load(sums[i] + LANES) + second);
+}
+
+// Rows `begin` … `end` with one tile's weights; `next` is the tile after it.
+template <typename W, typename T, After AFTER>
+inline void multiply_share(const Rows& rows, const Linear& linear, int64_t tile, int64_t next, int64_t begin,
+                           int64_t end, const Output<T>& out) {
+  if constexpr (IS_ON_AMX<W>) {
+    for (int64_t row = begin; row < end; row += 2 * amx::ROWS)
+      if (end - row > amx::ROWS) multiply_on_amx<T, AFTER, 2>(rows, linear, tile, row, end, out);
+      else multiply_on_amx<T, AFTER, 1>(rows, linear, tile, row, end, out);
+    return;
+  }
+  const int64_t num_steps = (end - begin + MOST_ROWS<W> - 1) / MOST_ROWS<W>;
+  for (int64_t step = 0; step < num_steps; ++step) {  // of nearly equal size
+    const int64_t from = begin + (end - begin) * step / num_steps, to = begin + (end - begin) * (step + 1) / num_steps;
+    multiply_up_to<W, T, AFTER, MOST_ROWS<W>>(to - from, rows, linear, tile, next, from, out);
+  }
+}
+
 // out = rows · weightsᵀ + bias. Of all threads together.
 template <typename W, typename T, After AFTER>
 inline void multiply(Team& team, const Rows& rows, int64_t num_rows, const Linear& linear, const Output<T>& out) {
   const int64_t num_tiles = (linear.num_outputs + TILE - 1) / TILE;
-  const int64_t num_parts = (num_rows + ROWS_A_SHARE - 1) / ROWS_A_SHARE;
+  const int64_t num_parts = (num_rows + ROWS_A_SHARE<W> - 1) / ROWS_A_SHARE<W>;
+  [[maybe_unused]] const std::conditional_t<IS_ON_AMX<W>, amx::Session, int> session{};
   team.share(num_tiles * num_parts, [&](int64_t share) {
-    const int64_t tile = share / num_parts, begin = share % num_parts * ROWS_A_SHARE;
-    const int64_t next = std::min(tile + team.size(), num_tiles - 1);
-    const int64_t end = begin + ROWS_A_SHARE < num_rows ? begin + ROWS_A_SHARE : num_rows;
-    const int64_t num_steps = (end - begin + MOST_ROWS<W> - 1) / MOST_ROWS<W>;
-    for (int64_t step = 0; step < num_steps; ++step) {  // of nearly equal size
-      const int64_t from = begin + (end - begin) * step / num_steps, to = begin + (end - begin) * (step + 1) / num_steps;
-      multiply_up_to<W, T, AFTER, MOST_ROWS<W>>(to - from, rows, linear, tile, next, from, out);
-    }
+    const int64_t tile = share / num_parts, next = std::min(tile + team.size(), num_tiles - 1);
+    const int64_t begin = share % num_parts * ROWS_A_SHARE<W>, end = std::min(begin + ROWS_A_SHARE<W>, num_rows);
+    multiply_share<W, T, AFTER>(rows, linear, tile, next, begin, end, out);
   });
 }
 

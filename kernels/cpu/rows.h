@@ -12,16 +12,21 @@ namespace kvferry {
 
 constexpr int64_t ROWS_AT_ONCE = 8;
 
-// to = from / rms(from) · weight. `from`, `weight`: `count` values and zeros up to padded(count).
-template <typename T>
-inline void normalise(const float* from, const float* weight, int64_t count, float epsilon, T* to) {
+// 1 / rms(from). `from`: `count` values and zeros up to padded(count).
+inline float norm_factor(const float* from, int64_t count, float epsilon) {
   F32x16 squares[2] = {};
   for (int64_t at = 0; at < padded(count); at += 2 * LANES)
     for (int half = 0; half < 2; ++half) {
       const F32x16 values = load(from + at + half * LANES);
       squares[half] = fma(values, values, squares[half]);
     }
-  const float factor = 1.0f / std::sqrt(sum_of(squares[0] + squares[1]) / count + epsilon);
+  return 1.0f / std::sqrt(sum_of(squares[0] + squares[1]) / count + epsilon);
+}
+
+// to = from / rms(from) · weight, all padded.
+template <typename T>
+inline void normalise(const float* from, const float* weight, int64_t count, float epsilon, T* to) {
+  const float factor = norm_factor(from, count, epsilon);
   for (int64_t at = 0; at < padded(count); at += LANES) store(to + at, load(from + at) * factor * load(weight + at));
 }
 
@@ -31,6 +36,18 @@ inline void normalise_rows(Team& team, const float* from, int64_t stride, int64_
   team.share((num_rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, [&](int64_t part) {
     for (int64_t row = part * ROWS_AT_ONCE; row < std::min(num_rows, (part + 1) * ROWS_AT_ONCE); ++row)
       normalise(from + row * stride, weight, count, epsilon, to + row * to_stride);
+  });
+}
+
+// x += from / rms(from) · weight, rows of `stride`.
+inline void add_normalised_rows(Team& team, const float* from, int64_t stride, int64_t num_rows, const float* weight,
+                                int64_t count, float epsilon, float* x) {
+  team.share((num_rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, [&](int64_t part) {
+    for (int64_t row = part * ROWS_AT_ONCE; row < std::min(num_rows, (part + 1) * ROWS_AT_ONCE); ++row) {
+      const float factor = norm_factor(from + row * stride, count, epsilon);
+      for (int64_t at = row * stride; at < row * stride + padded(count); at += LANES)
+        store(x + at, load(from + at) * factor * load(weight + at - row * stride) + load(x + at));
+    }
   });
 }
 

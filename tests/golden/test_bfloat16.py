@@ -19,7 +19,7 @@ from tests.golden.parity import random_prompts
 from tests.support.models import VOCAB_SIZE, save_tiny_model
 from tests.support.workers import assert_idle, make_spec, running_pair
 
-ARCHITECTURES = ("llama", "qwen3", "mistral")
+ARCHITECTURES = ("llama", "qwen3", "mistral", "gemma3")
 LENGTHS = (3, 17, 40, 12, 25, 33, 64, 90)
 
 

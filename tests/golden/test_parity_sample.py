@@ -84,6 +84,7 @@ class _OverwritesABlock:
         self._runner = runner
         self._num_steps = 0
         self.layout, self.num_blocks, self.window = runner.layout, runner.num_blocks, runner.window
+        self.suits_drafts = runner.suits_drafts
         self.max_context, self.vocab_size = runner.max_context, runner.vocab_size
         self.block_view, self.copy_partial, self.populate = runner.block_view, runner.copy_partial, runner.populate
 

@@ -23,6 +23,7 @@ from tests.simulation.router_shell import LifecycleRun, Membership, NewLifecycle
 from tests.simulation.shipment import FrameFaults
 from tests.simulation.workload import LEAST_BLOCKS, RequestPlan, draw_requests
 from tests.simulation.world import MS, InvariantViolation, World
+from tests.support.drafts import scripted_drafts, speculate
 
 MAX_EVENTS = 200_000
 """A run has a few thousand; one that has this many goes round in circles."""
@@ -104,6 +105,8 @@ class Cluster:
         self._num_decode_blocks = LEAST_BLOCKS + self._rng.choice((0, 0, 1, 2, 4, 8))
         self._reship_probability = self._rng.choice((0.0, 0.0, 0.5))
         is_local = self._rng.random() < 0.08
+        self._draft_rng = random.Random(f"speculation {seed}")  # apart, as what follows
+        self._speculates = self._draft_rng.random() < 0.3
         prefill = () if is_local else tuple(f"P{index}" for index in range(self._rng.choice((1, 1, 2, 3))))
         decode = tuple(f"D{index}" for index in range(self._rng.choice((1, 1, 2, 3))))
         routers = [f"router{index}" for index in range(self._rng.choice((1, 1, 2, 3)))]
@@ -141,6 +144,8 @@ class Cluster:
         num_blocks = self._num_prefill_blocks if name.startswith("P") else self._num_decode_blocks
         runner = ScriptedRunner(SCRIPT, num_blocks=num_blocks, block_size=BLOCK_SIZE)
         core = EngineCore(runner, self._limits, clock_ns=lambda: self.world.now_ns)
+        if self._speculates:
+            speculate(core, scripted_drafts(self._draft_rng, SCRIPT))
         worker: Worker
         if name.startswith("P"):
             worker = PrefillWorker(life, core, self._oracle, self._network, self._plan.frames)

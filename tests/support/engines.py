@@ -176,12 +176,16 @@ def poison_free_blocks(core: EngineCore) -> None:
 
 
 def deny_room(core: EngineCore, is_denied: Callable[[], bool]) -> None:
-    """Now and then a running sequence finds no room for its next token: lower ones, or itself, are preempted."""
+    """Now and then a running sequence finds no room for its next token: lower ones, or itself, are preempted.
+
+    Not a prompt that is held afterwards: its blocks were all given to it, and it cannot be preempted itself.
+    """
     manager = core.block_manager
     prepare_write = manager.prepare_write
 
     def pressed(sequence: Sequence) -> bool:
-        return not is_denied() and prepare_write(sequence)
+        has_room = not is_denied() or sequence.hold_after_prefill
+        return has_room and prepare_write(sequence)
 
     manager.prepare_write = pressed  # type: ignore[method-assign]
 

@@ -211,7 +211,7 @@ class BlocksCleared(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_used_blocks", "num_steps", "num_prefill_tokens", "num_cached_tokens", "num_sampled_tokens", "num_blocks_shipped", "shipped_bytes", "num_nacks", "num_evictions", "num_recompute_preemptions", "num_swap_preemptions", "num_recomputed_tokens", "num_blocks_swapped_out", "num_blocks_swapped_in", "num_blocks_copied", "num_pinned_blocks", "tenant_hits", "num_integrity_faults", "num_unsound_hits", "max_running", "num_parked_prompts", "num_moved_sequences", "num_blocks_moved")
+    __slots__ = ("num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_used_blocks", "num_steps", "num_prefill_tokens", "num_cached_tokens", "num_sampled_tokens", "num_blocks_shipped", "shipped_bytes", "num_nacks", "num_evictions", "num_recompute_preemptions", "num_swap_preemptions", "num_recomputed_tokens", "num_blocks_swapped_out", "num_blocks_swapped_in", "num_blocks_copied", "num_pinned_blocks", "tenant_hits", "num_integrity_faults", "num_unsound_hits", "max_running", "num_parked_prompts", "num_moved_sequences", "num_blocks_moved", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -240,6 +240,9 @@ class WorkerLoad(_message.Message):
     NUM_PARKED_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     NUM_MOVED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_MOVED_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_blocks: int
@@ -268,7 +271,10 @@ class WorkerLoad(_message.Message):
     num_parked_prompts: int
     num_moved_sequences: int
     num_blocks_moved: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., num_blocks_shipped: _Optional[int] = ..., shipped_bytes: _Optional[int] = ..., num_nacks: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_recompute_preemptions: _Optional[int] = ..., num_swap_preemptions: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_blocks_swapped_out: _Optional[int] = ..., num_blocks_swapped_in: _Optional[int] = ..., num_blocks_copied: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., tenant_hits: _Optional[_Iterable[_Union[TenantHits, _Mapping]]] = ..., num_integrity_faults: _Optional[int] = ..., num_unsound_hits: _Optional[int] = ..., max_running: _Optional[int] = ..., num_parked_prompts: _Optional[int] = ..., num_moved_sequences: _Optional[int] = ..., num_blocks_moved: _Optional[int] = ...) -> None: ...
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., num_blocks_shipped: _Optional[int] = ..., shipped_bytes: _Optional[int] = ..., num_nacks: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_recompute_preemptions: _Optional[int] = ..., num_swap_preemptions: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_blocks_swapped_out: _Optional[int] = ..., num_blocks_swapped_in: _Optional[int] = ..., num_blocks_copied: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., tenant_hits: _Optional[_Iterable[_Union[TenantHits, _Mapping]]] = ..., num_integrity_faults: _Optional[int] = ..., num_unsound_hits: _Optional[int] = ..., max_running: _Optional[int] = ..., num_parked_prompts: _Optional[int] = ..., num_moved_sequences: _Optional[int] = ..., num_blocks_moved: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class TenantHits(_message.Message):
     __slots__ = ("tenant", "num_queried_tokens", "num_hit_tokens")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import platform
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -23,21 +26,34 @@ from kvferry.config import Config
 from kvferry.errors import FailedPrecondition
 from tests.support.models import VOCAB_SIZE, save_tiny_model
 
-LEAN = ("llama", "llama_tied", "mistral", "qwen2", "qwen3")
+LEAN = ("llama", "llama_tied", "mistral", "qwen2", "qwen3", "gemma3")
 DTYPES = (torch.float32, torch.bfloat16)
 NUM_BLOCKS = 64
+EMULATES_AMX = (*native.FLAGS, "-O1", "-DKVFERRY_EMULATE_AMX")
 
 
 def kernels(num_threads: int = 1) -> NativeKernels:
     return NativeKernels(open_native(Config().model.kernels_path), num_threads)
 
 
+@pytest.fixture
+def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is named by the parameter: the processor's own, or AMX in plain code."""
+    if request.param == "amx-emulated":
+        monkeypatch.setattr(native, "FLAGS", EMULATES_AMX)
+
+
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("build", "dtype"),
+    [("native", torch.float32), ("native", torch.bfloat16), ("amx-emulated", torch.bfloat16)],
+    indirect=["build"],
+)
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(2, 1), (64, 320), (98, 33), (576, 960)])
+@pytest.mark.usefixtures("build")
 def test_linear_is_the_product_and_a_row_depends_on_itself_alone(
     dtype: torch.dtype, num_inputs: int, num_outputs: int
 ) -> None:
@@ -48,9 +64,31 @@ def test_linear_is_the_product_and_a_row_depends_on_itself_alone(
     whole = kernels().linear(rows, linear)
     torch.testing.assert_close(whole, rows.float() @ weight.float().T, rtol=1e-4, atol=1e-4)
     for team in (kernels(1), kernels(3)):
-        for count in (1, 2, 5, 11, 12, 13, 48, 49, 60):
+        for count in (1, 2, 5, 11, 12, 13, 16, 17, 32, 33, 48, 49, 60):
             assert torch.equal(team.linear(rows[:count], linear), whole[:count])
             assert torch.equal(team.linear(rows[-count:], linear), whole[-count:])
+
+
+@pytest.mark.parametrize("build", ["amx-emulated"], indirect=True)
+@pytest.mark.usefixtures("build")
+def test_amx_adds_up_as_the_manual_says() -> None:
+    """32 inputs at a time: sums of the even and of the odd ones, then both, then what was there; nothing subnormal."""
+    rows, weight = draw(5, 70).bfloat16(), draw(40, 70, seed=1).bfloat16()
+    rows[1, ::3] = weight[2, ::5] = 1e-39
+    rows[2], weight[3] = rows[2] * 2.0**-70, weight[3] * 2.0**-70
+    packed = pack(weight, torch.bfloat16)
+    linear = packed.linear(70, 40)
+    smallest = torch.finfo(torch.float32).tiny
+    exact_rows, exact_weight = (torch.where(part.abs() < smallest, 0, part).float() for part in (rows, weight))
+    right = torch.zeros(5, 40)
+    for first in range(0, 70, 32):
+        sums = torch.zeros(2, 5, 40)
+        for place in range(first, min(first + 32, 70)):
+            product = exact_rows[:, place, None] * exact_weight[None, :, place]  # which float32 has exactly
+            sums[place % 2] += product
+            sums[sums.abs() < smallest] = 0
+        right += sums[0] + sums[1]
+    assert torch.equal(kernels().linear(rows, linear), right)
 
 
 def rounded(values: Tensor, scales_dtype: torch.dtype) -> Tensor:
@@ -148,8 +186,16 @@ def test_lean_decoder_is_transformers_in_float32(folders: dict[str, Path], archi
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("architecture", LEAN)
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("build", "architecture", "precision"),
+    [
+        *[("native", name, precision) for name in LEAN for precision in ("float32", "bfloat16", "int8", "int4")],
+        ("amx-emulated", "llama", "bfloat16"),
+        ("amx-emulated", "qwen2", "bfloat16"),
+    ],
+    indirect=["build"],
+)
+@pytest.mark.usefixtures("build")
 def test_the_bits_of_a_row_depend_on_nothing_beside_it(
     folders: dict[str, Path], architecture: str, precision: str
 ) -> None:
@@ -176,6 +222,8 @@ def test_the_bits_of_a_row_depend_on_nothing_beside_it(
         assert all(torch.equal(a, b) for a, b in zip(ours, right, strict=True))
 
 
+@pytest.mark.parametrize("build", ["native", "amx-emulated"], indirect=True)
+@pytest.mark.usefixtures("build")
 def test_bfloat16_is_as_near_to_float32_as_plain_torch(folders: dict[str, Path]) -> None:
     exact = torch.cat(logits(load_model(folders["llama"], dtype="float32", block_size=16), PROMPTS, chunk=100))
     lean = load_model(folders["llama"], dtype="bfloat16", block_size=16, kernels=kernels())
@@ -235,3 +283,104 @@ def test_a_compiler_that_fails_says_why_and_leaves_nothing(tmp_path: Path, monke
     with pytest.raises(NativeMissing, match="out of luck"):
         open_native(tmp_path / "built")
     assert not list((tmp_path / "built").glob("*.so*"))
+
+
+def compiled_for_amx(source: str, *flags: str) -> str:
+    """What the compiler makes of it for a processor with AMX, which none of these tests needs."""
+    compiler = next(filter(None, map(shutil.which, native.COMPILERS)), None)
+    if compiler is None or platform.machine() != "x86_64":
+        pytest.skip("no compiler for x86-64")
+    kept = [flag for flag in native.FLAGS if flag != "-shared"]
+    command = [compiler, *kept, "-march=sapphirerapids", *flags, "-I", str(native.SOURCES), "-x", "c++", "-", "-o", "-"]
+    done = subprocess.run(command, input=source, capture_output=True, text=True, timeout=100)
+    if "sapphirerapids" in done.stderr:
+        pytest.skip("the compiler is older than AMX")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_amx_is_compiled_to_as_many_products_as_loads() -> None:
+    compiled_for_amx('#include "decoder.cpp"', "-fsyntax-only")
+    code = compiled_for_amx(
+        """
+        #include "amx.h"
+        using namespace kvferry::amx;
+        void sums(const uint32_t* rows, int64_t stride, const uint32_t* weights, int64_t count, float (&to)[32][32]) {
+          sum_rows<2>(rows, stride, weights, count, to);
+        }
+        """,
+        "-S",
+    )
+    blocks = [
+        [line.split()[0] for line in block.splitlines() if line.startswith("\t") and not line.startswith("\t.")]
+        for block in code.split("\n.L")
+    ]
+    products = [block for block in blocks if "tdpbf16ps" in block]
+    assert len(products) == 2  # the loop, and what is left after it
+    assert all(block.count("tdpbf16ps") == block.count("tileloadd") == 4 for block in products)
+    assert len(min(products, key=len)) <= 20  # the loop has little else
+
+
+STUB = """
+extern "C" {
+#define NOTHING(name) void kvferry_##name() {}
+NOTHING(team) NOTHING(end_team) NOTHING(layers) NOTHING(head) NOTHING(attention) NOTHING(linear)
+#if defined(__AMX_TILE__)
+int kvferry_permitted() { return %s; }
+int kvferry_check() { %s }
+#else
+int kvferry_permitted() { return 1; }
+int kvferry_check() { return 1; }
+#endif
+}
+"""
+
+
+def stub(folder: Path, text: str) -> Path:
+    """Sources that are compiled in no time."""
+    folder.mkdir()
+    (folder / "decoder.cpp").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("permitted", "check", "reason"),
+    [
+        ("1", "__builtin_trap();", "ended by SIGILL"),
+        ("1", "return 0;", "computes wrongly"),
+        ("0", "return 1;", "does not permit"),
+        ("1", "return 1;", None),
+    ],
+)
+def test_where_amx_fails_another_library_is_built_once(
+    permitted: str,
+    check: str,
+    reason: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if platform.machine() != "x86_64" or shutil.which("g++") is None:
+        pytest.skip("no compiler for x86-64")
+    monkeypatch.setattr(native, "SOURCES", stub(tmp_path / "sources", STUB % (permitted, check)))
+    built = tmp_path / "built"
+    monkeypatch.setattr(native, "NATIVE_FLAGS", {"x86_64": ("-mamx-tile",)})
+    monkeypatch.setattr(native, "_processor", lambda: "flags : fpu amx_bf16 amx_tile")
+    first = open_native(built).path
+    messages = [record.getMessage() for record in caplog.records]
+    if reason is None:
+        assert not messages
+        assert len(list(built.glob("*.so"))) == 1
+        return
+    (message,) = messages
+    assert reason in message
+    monkeypatch.setattr(native, "_run", None)  # nothing is built or tried again
+    assert open_native(built).path == first
+    assert len(list(built.glob("*.so"))) == len(list(built.glob("*.unfit"))) == 1
+
+
+def test_a_library_that_computes_wrongly_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = (STUB % ("1", "")).replace("kvferry_check() { return 1; }", "kvferry_check() { return 0; }")
+    monkeypatch.setattr(native, "SOURCES", stub(tmp_path / "sources", wrong))
+    with pytest.raises(NativeMissing, match="computes wrongly"):
+        open_native(tmp_path / "built")
