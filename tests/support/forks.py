@@ -11,6 +11,7 @@ they are loaded; tests of the start itself use that. Its parent is a keeper, whi
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -65,10 +66,16 @@ class ForkedProcess:
             self.returncode = int(line)
         return self.returncode
 
+    def send_signal(self, number: signal.Signals) -> None:
+        """To this process alone; nothing where it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and its keeper is about to say so
+                os.kill(self.pid, number)
+
     def kill(self) -> None:
         """Ends it, where it has not ended by itself, and waits."""
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            self.send_signal(signal.SIGKILL)
             os.set_blocking(self._keeper.fileno(), True)
             self.poll()
 

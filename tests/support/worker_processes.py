@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
@@ -37,8 +36,8 @@ class WorkerProcess:
     log: Path
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to this process alone."""
-        os.kill(self.process.pid, number)
+        """Sends a signal to this process alone; nothing where it has ended."""
+        self.process.send_signal(number)
 
     async def exit_code(self) -> int:
         """Waits for its end; negative for a signal."""
