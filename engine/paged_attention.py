@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
@@ -73,26 +74,27 @@ def build_paged_batch(
     attend: Attend = paged_attention,
 ) -> PagedBatch:
     """Flatten the slices into one row of tokens."""
-    lengths = [len(part.token_ids) for part in slices]
-    assert all(lengths), "every slice computes at least one token"
-    max_blocks = max(-(-part.context_length // block_size) for part in slices)
-    tables = torch.zeros(len(slices), max_blocks, dtype=torch.int64)
-    positions, slots = [], []
-    for row, part in enumerate(slices):
-        count = -(-part.context_length // block_size)
+    lengths = np.array([len(part.token_ids) for part in slices])
+    starts = np.array([part.start for part in slices])
+    assert lengths.all(), "every slice computes at least one token"
+    context_lengths = starts + lengths
+    num_blocks = -(-context_lengths // block_size)
+    tables = np.zeros((len(slices), num_blocks.max()), dtype=np.int64)
+    for row, (part, count) in enumerate(zip(slices, num_blocks.tolist(), strict=True)):
         assert len(part.block_table) >= count, f"{part.seq_id}: block table shorter than its context"
-        tables[row, :count] = torch.tensor(list(part.block_table[:count]))
-        own = torch.arange(part.start, part.context_length)
-        positions.append(own)
-        slots.append(tables[row, own // block_size] * block_size + own % block_size)
+        tables[row, :count] = part.block_table[:count]
+    offsets = np.concatenate([[0], lengths.cumsum()])
+    rows = np.repeat(np.arange(len(slices)), lengths)  # [T], the sequence of each token
+    positions = np.arange(offsets[-1]) + (starts - offsets[:-1])[rows]
+    slots = tables[rows, positions // block_size] * block_size + positions % block_size
     return PagedBatch(
         cache=cache,
         input_ids=torch.tensor([[token for part in slices for token in part.token_ids]]),
-        position_ids=torch.cat(positions)[None],
-        slot_mapping=torch.cat(slots),
-        block_tables=tables,
-        cu_seqlens_q=torch.tensor([0, *lengths]).cumsum(0),
-        context_lengths=torch.tensor([part.context_length for part in slices]),
+        position_ids=torch.from_numpy(positions)[None],
+        slot_mapping=torch.from_numpy(slots),
+        block_tables=torch.from_numpy(tables),
+        cu_seqlens_q=torch.from_numpy(offsets),
+        context_lengths=torch.from_numpy(context_lengths),
         on_kv_written=on_kv_written,
         attend=attend,
     )

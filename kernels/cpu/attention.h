@@ -130,7 +130,9 @@ class AttentionTile {
   // Rows are ordered by KV head of the task, query, head of the group.
   int64_t query_of(int64_t row) const { return row % num_rows_ / group_; }
   int64_t head_of(int64_t row) const { return (task_.first_kv_head + row / num_rows_) * group_ + row % group_; }
-  int64_t position(int64_t row) const { return first_position_ + query_of(row); }
+  struct Row {
+    int64_t number, position;
+  };
   int64_t first_seen(int64_t position) const {
     return settings_.window > 0 ? std::max<int64_t>(0, position - settings_.window + 1) : 0;
   }
@@ -202,47 +204,54 @@ class AttentionTile {
 
   // One tile more for all rows of a KV head.
   void step_all(int64_t start, int64_t head) {
-    int64_t rows[MOST_AT_ONCE];
+    Row rows[MOST_AT_ONCE];
     int count = 0;
-    const int64_t end = (head + 1) * num_rows_;
-    for (int64_t row = head * num_rows_; row < end; ++row) {
-      if (start <= position(row) && start + TOKENS > first_seen(position(row))) rows[count++] = row;
-      if (count == MOST_AT_ONCE || (row == end - 1 && count > 0)) {
-        step_up_to<MOST_AT_ONCE>(rows, count, start);
-        count = 0;
+    const auto take = [&] {
+      step_up_to<MOST_AT_ONCE>(rows, count, start);
+      count = 0;
+    };
+    for (int64_t query = 0; query < task_.num_queries; ++query) {
+      const int64_t position = first_position_ + query;
+      if (start > position || start + TOKENS <= first_seen(position)) continue;
+      for (int64_t of_group = 0; of_group < group_; ++of_group) {
+        rows[count++] = {head * num_rows_ + query * group_ + of_group, position};
+        if (count == MOST_AT_ONCE) take();
       }
     }
+    if (count > 0) take();
   }
 
   template <int ROWS>
-  void step_up_to(const int64_t* rows, int count, int64_t start) {
+  void step_up_to(const Row* rows, int count, int64_t start) {
     if (count == ROWS) return step<ROWS>(rows, start);
     if constexpr (ROWS > 1) step_up_to<ROWS - 1>(rows, count, start);
   }
 
   // One tile more for these rows.
   template <int ROWS>
-  void step(const int64_t* rows, int64_t start) {
+  void step(const Row* rows, int64_t start) {
     F32x16 scores[ROWS][2];
     score<ROWS>(rows, scores);
+    alignas(VECTOR_BYTES) float factors[LANES] = {};
+    for (int i = 0; i < ROWS; ++i) factors[i] = limit(rows[i], start, scores[i]);
+    store(factors, exp_of(load(factors)));
     T weights[ROWS][TOKENS];
-    float factors[ROWS];
-    for (int i = 0; i < ROWS; ++i) factors[i] = weigh(rows[i], start, scores[i], weights[i]);
+    for (int i = 0; i < ROWS; ++i) weigh(rows[i].number, scores[i], factors[i], weights[i]);
     if (takes_values_there_) mix_all<ROWS, true>(rows, weights, factors);
     else mix_all<ROWS, false>(rows, weights, factors);
   }
 
   template <int ROWS, bool IS_THERE>
-  void mix_all(const int64_t* rows, const T (&weights)[ROWS][TOKENS], const float (&factors)[ROWS]) {
+  void mix_all(const Row* rows, const T (&weights)[ROWS][TOKENS], const float (&factors)[LANES]) {
     int64_t at = 0;
     for (; at + 4 * LANES <= width_; at += 4 * LANES) mix<ROWS, 4, IS_THERE>(rows, weights, factors, at);
     for (; at < width_; at += 2 * LANES) mix<ROWS, 2, IS_THERE>(rows, weights, factors, at);
   }
 
   template <int ROWS>
-  void score(const int64_t* rows, F32x16 (&scores)[ROWS][2]) const {
+  void score(const Row* rows, F32x16 (&scores)[ROWS][2]) const {
     const uint32_t* queries[ROWS];
-    for (int i = 0; i < ROWS; ++i) queries[i] = reinterpret_cast<const uint32_t*>(&scratch_.queries[rows[i] * width_]);
+    for (int i = 0; i < ROWS; ++i) queries[i] = reinterpret_cast<const uint32_t*>(&scratch_.queries[rows[i].number * width_]);
     F32x16 sums[ROWS][2] = {};
     for (int64_t unit = 0; unit < width_ / PER_UNIT<T>; ++unit) {
       const U32x16 first = load_bytes<U32x16>(&scratch_.keys[unit * TOKENS]);
@@ -264,9 +273,9 @@ class AttentionTile {
     return (1.0f - power) / (1.0f + power) * settings_.softcap;  // tanh
   }
 
-  // Weights that follow from a row's scores; returns the factor for what was mixed before.
-  float weigh(int64_t row, int64_t start, F32x16 (&scores)[2], T* weights) {
-    const int64_t last = position(row), first = first_seen(last);
+  // Leaves out what a row does not see, and takes the largest score so far; returns by how much that has grown, negative.
+  float limit(const Row& row, int64_t start, F32x16 (&scores)[2]) {
+    const int64_t last = row.position, first = first_seen(last);
     if (first > start || last < start + TOKENS - 1) {
       const F32x16 places = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
       for (int half = 0; half < 2; ++half) {
@@ -275,22 +284,27 @@ class AttentionTile {
         scores[half] = token < float(first - start) ? splat(NO_SCORE) : scores[half];
       }
     }
-    const float largest = std::max(scratch_.largest[row], largest_of(larger(scores[0], scores[1])));
+    float& largest = scratch_.largest[row.number];
+    const float before = largest;
+    largest = std::max(before, largest_of(larger(scores[0], scores[1])));
+    return before - largest;
+  }
+
+  // Weights that follow from a row's scores; `factor` is that of what was mixed before.
+  void weigh(int64_t row, const F32x16 (&scores)[2], float factor, T* weights) {
+    const float largest = scratch_.largest[row];
     const F32x16 powers[2] = {exp_of(scores[0] - largest), exp_of(scores[1] - largest)};
-    const float factor = exp_of(splat(scratch_.largest[row] - largest))[0];
-    scratch_.largest[row] = largest;
     scratch_.sum[row] = __builtin_fmaf(scratch_.sum[row], factor, sum_of(powers[0] + powers[1]));
     store(weights, powers[0]);
     store(weights + LANES, powers[1]);
-    return factor;
   }
 
   template <int ROWS, int VECTORS, bool IS_THERE>
-  void mix(const int64_t* rows, const T (&weights)[ROWS][TOKENS], const float (&factors)[ROWS], int64_t at) {
+  void mix(const Row* rows, const T (&weights)[ROWS][TOKENS], const float (&factors)[LANES], int64_t at) {
     F32x16 sums[ROWS][VECTORS];
     for (int i = 0; i < ROWS; ++i)
       for (int v = 0; v < VECTORS; ++v)
-        sums[i][v] = load(&scratch_.mixed[rows[i] * width_ + at + v * LANES]) * factors[i];
+        sums[i][v] = load(&scratch_.mixed[rows[i].number * width_ + at + v * LANES]) * factors[i];
     for (int64_t token = 0; token < TOKENS; token += PER_UNIT<T>) {
       Units values[VECTORS / 2];
 #pragma GCC unroll 2
@@ -309,7 +323,7 @@ class AttentionTile {
       }
     }
     for (int i = 0; i < ROWS; ++i)
-      for (int v = 0; v < VECTORS; ++v) store(&scratch_.mixed[rows[i] * width_ + at + v * LANES], sums[i][v]);
+      for (int v = 0; v < VECTORS; ++v) store(&scratch_.mixed[rows[i].number * width_ + at + v * LANES], sums[i][v]);
   }
 
   void write(int64_t row, T* to) {
