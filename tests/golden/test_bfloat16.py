@@ -106,6 +106,7 @@ def test_tokens_are_the_same_in_every_company(folder: Path, num_tokens: int, num
 
 
 @pytest.mark.sweep
+@pytest.mark.timeout(1_800)
 def test_a_hundred_prompts_of_a_real_model(smollm2_folder: Path) -> None:
     lengths = [1 + 7 * number % 301 for number in range(100)]
     check(smollm2_folder, random_prompts(lengths, 40_000), 64, num_preempted_blocks=120)
