@@ -59,6 +59,8 @@ NUM_SEEN = 40
 """Tokens of a choice behind which the worker goes: the document is in its long string, and bad words were near."""
 LOGPROB_TOLERANCE = 1e-4
 """Of float32: what was decoded token by token is computed again in one chunk."""
+OFFER_BYTES = 100
+"""Less than a shipment's offer, more than what an idle connection says meanwhile: a cut before it costs no attempt."""
 TIMEOUT_S = 60.0
 
 
@@ -232,8 +234,10 @@ async def test_a_prefill_worker_parted_behind_its_first_tokens(tmp_path: Path, n
         await deployment.client.flush_prefix_cache()
         request = Request()
         relay.hold(Direction.TO_TARGET)
+        num_before = relay.num_read_bytes(Direction.TO_TARGET)
         call = asyncio.create_task(request.run(deployment.client, options))
         await until(lambda: _num_seen(request.completion, options) == 1)
+        await until(lambda: relay.num_read_bytes(Direction.TO_TARGET) > num_before + OFFER_BYTES)
         await relay.cut()
         relay.pass_on()
         completion = await call

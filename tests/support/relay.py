@@ -69,7 +69,7 @@ class Relay:
         self._conducts = dict.fromkeys(Direction, Conduct())
         self._changed = asyncio.Event()
         self._connections: dict[asyncio.Task[None], socket.socket] = {}
-        self._num_passed = dict.fromkeys(Direction, 0)
+        self._num_read, self._num_passed = dict.fromkeys(Direction, 0), dict.fromkeys(Direction, 0)
         self._place = _bound_socket(0)  # keeps the port while nobody listens, so that connections are refused there
         self._port = int(self._place.getsockname()[1])
         self._accepting: asyncio.Task[None] | None = None
@@ -95,6 +95,10 @@ class Relay:
     def num_passed_bytes(self, direction: Direction) -> int:
         """How many got through so far."""
         return self._num_passed[direction]
+
+    def num_read_bytes(self, direction: Direction) -> int:
+        """How many came here so far, whatever became of them."""
+        return self._num_read[direction]
 
     # --- what a test asks for ---
 
@@ -155,6 +159,9 @@ class Relay:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
+
+    def count_read(self, direction: Direction, num_bytes: int) -> None:
+        self._num_read[direction] += num_bytes
 
     def count(self, direction: Direction, num_bytes: int) -> None:
         self._num_passed[direction] += num_bytes
@@ -233,6 +240,7 @@ class _Way:
                 if not self._is_lossy and not self._conduct.drops:
                     raise
                 data = b""
+            self._relay.count_read(self._direction, len(data))
             await self._held.put((loop.time(), data))
 
     async def write(self) -> None:
