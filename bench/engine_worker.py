@@ -1,20 +1,11 @@
-"""Our engine as a child of `bench/engine.py`: one question a line, one answer a line.
-
-    {"op": "start", "prompts": [[5, …], …], "room": 40}  ─►  {"seconds": 0.9}    until each has its first token
-    {"op": "decode", "steps": 25}                        ─►  {"seconds": 1.1, "tokens": 200}    of all together
-    {"op": "end"}                                        ─►  {}    whatever still runs is given up
-
-`room`: most output tokens of a sequence. Between two questions nothing runs. The same questions go to the peers
-(`bench/peers/`).
-"""
+"""Our engine as a child of `bench/engine.py`; questions and answers are those of `bench/peers/answering.py`."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 
+from bench.peers.answering import answer_questions
 from engine.core import EngineCore
 from engine.opening import open_core
 from engine.outputs import SequenceFailed, TokenSampled
@@ -91,21 +82,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Entry point."""
     core = open_engine(parser().parse_args())
-    print(json.dumps({"ready": True}), flush=True)
-    batch: Batch | None = None
-    for line in sys.stdin:
-        asked, answer = json.loads(line), {}
-        begin_s = time.perf_counter()
-        if asked["op"] == "start":
-            batch = Batch(core, asked["prompts"], asked["room"])
-            batch.prefill()
-        elif asked["op"] == "decode":
-            assert batch is not None
-            answer["tokens"] = batch.decode(asked["steps"])
-        else:
-            assert batch is not None
-            batch.end()
-        print(json.dumps({"seconds": time.perf_counter() - begin_s, **answer}), flush=True)
+    answer_questions(lambda prompts, room, _: Batch(core, prompts, room), sys.stdout)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def lean_decoder(
         epsilon=config.rms_norm_eps,
         scaling=inner.layers[0].self_attn.scaling,
         windows=tuple(call.sliding_window for call in calls),
-        rotations=tuple(map(sorted(set(_layer_types(config))).index, _layer_types(config))),
+        rotations=tuple(map(_rotation_types(config).index, _layer_types(config))),
         is_gelu=config.model_type == GEMMA,
     )
     weights = kept_weights(
@@ -175,11 +175,16 @@ def _layer_types(config: PreTrainedConfig) -> list[str]:
     return config.layer_types if config.model_type == GEMMA else [""] * config.num_hidden_layers
 
 
+def _rotation_types(config: PreTrainedConfig) -> list[str]:
+    """The kinds of rotation, in the order in which `_rotary` gives them."""
+    return sorted(set(_layer_types(config)))
+
+
 def _rotary(model: PreTrainedModel) -> Rotary:
     rotary: Rotary = _untyped(model.model).rotary_emb
     if model.config.model_type != GEMMA:
         return rotary
-    types = sorted(set(_layer_types(model.config)))
+    types = _rotation_types(model.config)
 
     def of_all_types(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         cosines, sines = zip(*(_untyped(rotary)(x, positions, one) for one in types), strict=True)

@@ -1,4 +1,4 @@
-"""One engine in a process of its own, asked a question at a time; see `bench/engine_worker.py` for the questions."""
+"""One engine in a process of its own, asked a question at a time; see `bench/peers/answering.py` for the questions."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
 """OpenVINO GenAI's continuous batching as a child of `bench/engine.py`; run with the Python of its own environment.
 
-Questions and answers are those of `bench/engine_worker.py`. It reads the GGUF itself; what is not set is its default
+Questions and answers are those of `answering.py`. It reads the GGUF itself; what is not set is its default
 (on a CPU with AVX-512 in bfloat16: activations in bfloat16, keys and values in int8).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import time
+from functools import partial
 from typing import Any
 
 import numpy as np
+from answering import answer_questions
 
 CACHE_GB = 2
 BUDGET = 2_048
@@ -69,21 +69,7 @@ def main() -> None:
     scheduler.max_num_batched_tokens, scheduler.max_num_seqs = BUDGET, MOST_SEQUENCES
     properties = {"INFERENCE_NUM_THREADS": int(sys.argv[2])}
     pipe = genai.ContinuousBatchingPipeline(sys.argv[1], scheduler, "CPU", properties)
-    print(json.dumps({"ready": True}), file=answers, flush=True)
-    batch: Batch | None = None
-    for number, line in enumerate(sys.stdin):
-        asked, answer = json.loads(line), {}
-        begin_s = time.perf_counter()
-        if asked["op"] == "start":
-            batch = Batch(pipe, asked["prompts"], asked["room"], number)
-            batch.prefill()
-        elif asked["op"] == "decode":
-            assert batch is not None
-            answer["tokens"] = batch.decode(asked["steps"])
-        else:
-            assert batch is not None
-            batch.end()
-        print(json.dumps({"seconds": time.perf_counter() - begin_s, **answer}), file=answers, flush=True)
+    answer_questions(partial(Batch, pipe), answers)
 
 
 if __name__ == "__main__":

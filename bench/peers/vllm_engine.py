@@ -1,16 +1,17 @@
 """vLLM's engine as a child of `bench/engine.py`; run with the Python of its own environment.
 
-Questions and answers are those of `bench/engine_worker.py`. Its engine steps in this process, so that it stands still
+Questions and answers are those of `answering.py`. Its engine steps in this process, so that it stands still
 between two questions.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import time
+from functools import partial
 from typing import Any
+
+from answering import answer_questions
 
 MOST_CONTEXT = 2_176
 
@@ -54,21 +55,7 @@ def main() -> None:
     from vllm import LLM
 
     engine = LLM(sys.argv[1], dtype="bfloat16", max_model_len=MOST_CONTEXT, enable_prefix_caching=False).llm_engine
-    print(json.dumps({"ready": True}), file=answers, flush=True)
-    batch: Batch | None = None
-    for number, line in enumerate(sys.stdin):
-        asked, answer = json.loads(line), {}
-        begin_s = time.perf_counter()
-        if asked["op"] == "start":
-            batch = Batch(engine, asked["prompts"], asked["room"], number)
-            batch.prefill()
-        elif asked["op"] == "decode":
-            assert batch is not None
-            answer["tokens"] = batch.decode(asked["steps"])
-        else:
-            assert batch is not None
-            batch.end()
-        print(json.dumps({"seconds": time.perf_counter() - begin_s, **answer}), file=answers, flush=True)
+    answer_questions(partial(Batch, engine), answers)
 
 
 if __name__ == "__main__":
